@@ -115,7 +115,12 @@ class Training:
         model = workload.model(self._device)
         self._autograd_clock = time.CLOCK_THREAD_CPUTIME_ID
         next(model.parameters()).register_post_accumulate_grad_hook(self._find_autograd)
-        self._run = cases.CASES[case](workload, model)
+        # Until 2026-11-28 a case was looked up.
+        prepare = getattr(cases, "prepare", None)
+        if prepare is None:
+            self._run = cases.CASES[case](workload, model)  # type: ignore[attr-defined]
+        else:
+            self._run = prepare(case, workload, model)
         # Before the steps, as the workers of a loader make them.
         self._batches = iter(list(workload.batches(self._device)))
         self._accumulation: int = plan["accumulation"]

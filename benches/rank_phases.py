@@ -144,7 +144,7 @@ def measure(name: str, size: str, sequence_length: int, steps: int) -> dict[str,
     model = workload.model(device)
     if name in ranked.MODELS:
         model = ranked.MODELS[name](model)
-    run = ranked.CASES[name](workload, model)
+    run = ranked.prepare(name, workload, model)
     own = replace(workload, seed=dist.get_rank())
     batches = list(own.batches(device))
     phases = Phases()
@@ -157,7 +157,7 @@ def measure(name: str, size: str, sequence_length: int, steps: int) -> dict[str,
 
 def main() -> None:
     """Measures one case on the ranks of the launcher."""
-    from stepwell.cli._rank_runs import RANK_CASES
+    from stepwell.cli._cases import RANK_CASES
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("case", choices=RANK_CASES)

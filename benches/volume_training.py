@@ -21,7 +21,7 @@ from typing import Any
 from drives import Fio
 from rich.console import Console
 from stepwell.cli._drive_rates import check_folders
-from stepwell.cli._offload_cases import CASES, Workload
+from stepwell.cli._offload_cases import Workload
 from stepwell.cli.bench_offload import run_case
 
 FIO_FILE_BYTES, FIO_CALLS_AT_ONCE = 2_000_000_000, 32
@@ -76,7 +76,7 @@ def main() -> None:
     parser.add_argument("--warm-up", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=8.0, help="of fio")
-    parser.add_argument("--case", action="append", dest="cases", choices=list(CASES))
+    parser.add_argument("--case", action="append", dest="cases")
     parser.add_argument("--out", type=Path, default=Path("stepwell-bench"))
     args = parser.parse_args()
     check_folders(args.folders)

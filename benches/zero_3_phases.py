@@ -105,7 +105,7 @@ def workload_of(size: str, sequence_length: int, steps: int) -> Workload:
 
 def measure(name: str, size: str, sequence_length: int, steps: int) -> dict[str, object]:
     """Runs a case in this process."""
-    from stepwell.cli._offload_cases import CASES as KNOWN
+    from stepwell.cli._offload_cases import prepare
 
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
@@ -116,7 +116,7 @@ def measure(name: str, size: str, sequence_length: int, steps: int) -> dict[str,
     workload = workload_of(size, sequence_length, steps)
     model = workload.model(device)
     begin = time.perf_counter()
-    run = KNOWN[name](workload, model)
+    run = prepare(name, workload, model)
     wait()
     start = time.perf_counter() - begin
     batches = iter(list(workload.batches(device)))

@@ -109,6 +109,12 @@ def test_offload_on_two_ranks(tmp_path):
     [
         (("--size", "huge"), "huge"),
         (("--case", "fastest"), "fastest"),
+        (("--case", "torch q8"), "torch q8"),
+        (("--case", "stepwell, nvme"), "`nvme`"),
+        (("--case", "stepwell, deferred=often"), "`deferred=often`"),
+        (("--case", "stepwell, untold=1"), "`untold=1`"),
+        (("--case", "stepwell, fraction=0.1"), "`deferred`"),
+        (("--case", "stepwell volume q8, durability=none"), "--drive"),
         (("--ranks", "2", "--case", "torch"), "ddp, shard"),
     ],
 )

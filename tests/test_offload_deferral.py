@@ -8,8 +8,7 @@ from unittest import mock
 import pytest
 import stepwell
 from stepwell import Deferred, OffloadAdamW
-from stepwell.offload.deferral import SettledSteps
-from stepwell.offload.deferred_steps import DeferredSteps
+from stepwell.offload.deferred_steps import DeferredSteps, StepKind
 from test_offload_deferred import loss_of, model_of, train
 
 # ---- what is told ----
@@ -48,15 +47,15 @@ def test_looks_in_every_step_are_warned_of(caplog: pytest.LogCaptureFixture) -> 
 
 
 def test_warnings_of_looks_become_rare(caplog: pytest.LogCaptureFixture) -> None:
-    settled = SettledSteps()
+    steps = DeferredSteps(0)
     for _ in range(2000):
-        settled.note(is_settled=True)
+        steps.note(StepKind.EXACT_AFTER_SETTLE)
     # At 16, 160 and 1600.
     assert len(caplog.messages) == 3
-    settled = SettledSteps()
+    steps = DeferredSteps(0)
     caplog.clear()
     for number in range(2000):
-        settled.note(is_settled=number % 3 == 0)
+        steps.note(StepKind.DEFERRED.now(is_settled=number % 3 == 0))
     assert not caplog.messages
 
 
@@ -96,18 +95,18 @@ def test_other_intervals_are_refused(interval: int) -> None:
 def test_a_step_is_deferred_once_it_is_warm_seen_and_not_the_first() -> None:
     said: list[str] = []
     steps = DeferredSteps(3, said.append)
-    for step, is_deferred in ((1, False), (3, False), (4, True), (5, True)):
-        assert steps.is_deferred(step, is_seen=True, is_settled=False) == is_deferred
-        assert not steps.is_deferred(step, is_seen=True, is_settled=True)
-        # The next step is one more.
-        assert steps.is_followed_by_deferred(step, is_seen=True) == (step >= 3)
-        assert not steps.is_followed_by_deferred(step, is_seen=False)
+    exact, last = StepKind.EXACT, StepKind.EXACT_BEFORE_DEFERRED
+    for step, kind in ((1, exact), (2, exact), (3, last), (4, StepKind.DEFERRED)):
+        assert steps.decide(step, is_seen=True, is_settled=False) is kind
+        settled = steps.decide(step, is_seen=True, is_settled=True)
+        assert settled is (StepKind.EXACT_AFTER_SETTLE if step > 3 else kind)
+        assert settled.selects == (step >= 3)
     assert not said
     # After the last update was applied nothing is known of the next forward.
-    assert not steps.is_deferred(5, is_seen=False, is_settled=True)
+    assert steps.decide(5, is_seen=False, is_settled=True) is exact
     assert not said
     for _ in range(2):
-        assert not steps.is_deferred(5, is_seen=False, is_settled=False)
+        assert steps.decide(5, is_seen=False, is_settled=False) is exact
     assert len(said) == 1
     assert "every step is exact" in said[0]
 
@@ -119,5 +118,5 @@ def test_looks_are_warned_of_where_steps_would_be_deferred(
         steps = DeferredSteps(3)
         caplog.clear()
         for _ in range(16):
-            steps.note(step, is_seen=is_seen, is_settled=True)
+            steps.note(steps.decide(step, is_seen=is_seen, is_settled=True))
         assert caplog.text.count("were exact") == count

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from stepwell.cli._cases import Case
 from stepwell.cli._llama import LlamaShape, read_text
 from stepwell.cli._quiet import quiet_deepspeed
 
@@ -29,11 +30,8 @@ if TYPE_CHECKING:
 
     from transformers import LlamaConfig
 
-    from stepwell.offload.volume import Durability
-
 __all__ = [
     "BUCKET",
-    "CASES",
     "SIZES",
     "ZERO_2",
     "Run",
@@ -43,6 +41,7 @@ __all__ = [
     "forward_backward",
     "host_bytes",
     "host_peak_bytes",
+    "prepare",
     "stepwell_run",
     "sync",
     "train",
@@ -181,47 +180,37 @@ def _torch(workload: Workload, model: torch.nn.Module) -> Run:
     return Run(_loss_of(model), _backward_of(workload), step)
 
 
-def _stepwell(
-    moments: str,
-    gives_model: bool = True,
-    announces_steps: bool = True,
-    interval: int | None = None,
-    durability: Durability | None = None,
-    fraction: float = 0.0,
-    commit_interval: int | None = None,
-    resident: float = 0.0,
-) -> Callable[[Workload, torch.nn.Module], Run]:
-    def prepare(workload: Workload, model: torch.nn.Module) -> Run:
-        from stepwell import _core
-        from stepwell.offload import Deferred, Volume
-        from stepwell.offload.deferred import Extents, memory_of
-        from stepwell.offload.twins import Twins
+def _stepwell(case: Case, workload: Workload, model: torch.nn.Module) -> Run:
+    from stepwell import _core
+    from stepwell.offload import Deferred, Volume
+    from stepwell.offload.deferred import Extents, memory_of
+    from stepwell.offload.twins import Twins
 
-        deferred = None if interval is None else Deferred(interval=interval, fraction=fraction)
-        tier = host_bytes_max = None
-        if durability is not None:
-            tier = Volume(workload.drives, durability=durability, commit_interval=commit_interval)
-            # No state fits in beside the buffers, or little.
-            twins = Twins(have_gradients=deferred is None, is_paged=True)
-            host_bytes_max = twins.nbytes(model.parameters()) + _BUFFERS_BYTES
-            if deferred is not None:
-                host_bytes_max += memory_of(Extents.of(model.parameters()), deferred).pinned
-        numel = sum(param.numel() for param in model.parameters())
-        return stepwell_run(
-            workload,
-            model,
-            device_bytes_max=_core.DeviceSteps.state_nbytes(int(resident * numel))
-            if resident
-            else 0,
-            moments=moments,
-            gives_model=gives_model,
-            accumulation_steps=workload.accumulation if announces_steps else None,
-            deferred=deferred,
-            tier=tier,
-            host_bytes_max=host_bytes_max,
+    given = case.options
+    options: dict[str, Any] = {"moments": case.moments}
+    deferred = None
+    if "deferred" in given:
+        fraction = given.get("fraction", 0.0)
+        deferred = options["deferred"] = Deferred(interval=given["deferred"], fraction=fraction)
+    if case.is_on_drives:
+        options["tier"] = Volume(
+            workload.drives,
+            durability=given.get("durability", "commit"),
+            commit_interval=given.get("commit_interval"),
         )
-
-    return prepare
+        # No state fits in beside the buffers, or little.
+        twins = Twins(have_gradients=deferred is None, is_paged=True)
+        host_bytes_max = twins.nbytes(model.parameters()) + _BUFFERS_BYTES
+        if deferred is not None:
+            host_bytes_max += memory_of(Extents.of(model.parameters()), deferred).pinned
+        options["host_bytes_max"] = host_bytes_max
+    if "resident" in given:
+        numel = sum(param.numel() for param in model.parameters())
+        numel = int(given["resident"] * numel)
+        options["device_bytes_max"] = _core.DeviceSteps.state_nbytes(numel)
+    if "untold" not in given:
+        options["accumulation_steps"] = workload.accumulation
+    return stepwell_run(workload, model, gives_model="no model" not in given, **options)
 
 
 def stepwell_run(
@@ -279,9 +268,8 @@ _TWIN_FLOW = {
     "stage": 3,
     "reduce_bucket_size": BUCKET,
     "stage3_prefetch_bucket_size": BUCKET,
-    # Several sub-groups, of which half are on the device.
+    # Several sub-groups, of which a share is on the device.
     "sub_group_size": BUCKET // 2,
-    "offload_optimizer": {**_ON_CPU, "ratio": 0.5},
 }
 
 
@@ -290,54 +278,66 @@ _AIO = {"block_size": 1 << 20, "queue_depth": 32, "thread_count": 2, "overlap_ev
 _BUFFERS = {"buffer_count": 12, "pipeline_read": True, "pipeline_write": True}
 
 
-def _nvme(
-    *,
-    register: bool,
-    durability: Durability = "commit",
-    moments: str = "fp32",
-    commit_interval: int | None = None,
-) -> Callable[[Workload, torch.nn.Module], Run]:
-    """ZeRO-3 with its state on the drives, of which DeepSpeed's swapper uses the first."""
-
-    def prepare(workload: Workload, model: torch.nn.Module) -> Run:
+def _deepspeed(case: Case, workload: Workload, model: torch.nn.Module) -> Run:
+    given, is_registered = case.options, case.system == "deepspeed on stepwell"
+    zero: dict[str, Any] = {}
+    block: dict[str, Any] = {name: given[name] for name in ("accumulate", "fetch") if name in given}
+    if case.moments != "fp32":
+        block["moments"] = case.moments
+    more: dict[str, Any] = {}
+    if "zenflow" in given:
+        zero |= _ZENFLOW
+    if "offload_param" in given:
+        zero |= _ZERO_3_OFFLOAD_PARAM
+    if "ratio" in given:
+        zero |= {**_TWIN_FLOW, "offload_optimizer": {**_ON_CPU, "ratio": given["ratio"]}}
+    if "nvme" in given:
+        # On the drives, of which DeepSpeed's swapper uses the first.
         path = {"device": "nvme", "nvme_path": workload.drives[0], "pin_memory": True}
-        zero = {
+        zero |= {
             "stage": 3,
             "reduce_bucket_size": BUCKET,
             "stage3_prefetch_bucket_size": BUCKET // 4,
             "sub_group_size": BUCKET,
-            "offload_optimizer": path if register else {**path, **_BUFFERS},
+            "offload_optimizer": path if is_registered else {**path, **_BUFFERS},
         }
         numel = sum(param.numel() for param in model.parameters())
-        block = {
+        block |= {
             "nvme_paths": list(workload.drives),
             # Weights, gradients and buffers; no state fits in, or little.
             "host_bytes_max": 4 * numel + _BUFFERS_BYTES,
-            "volume": {"durability": durability, "commit_interval": commit_interval},
-            "moments": moments,
+            "volume": {
+                "durability": given.get("durability", "commit"),
+                "commit_interval": given.get("commit_interval"),
+            },
         }
-        case = (
-            deepspeed_run(register=True, zero=zero, block=block)
-            if register
-            else deepspeed_run(register=False, zero=zero, more={"aio": _AIO})
-        )
-        return case(workload, model)
-
-    return prepare
+        more = {} if is_registered else {"aio": _AIO}
+    return deepspeed_run(
+        workload,
+        model,
+        register=is_registered,
+        zero=zero or ZERO_2,
+        block=block if is_registered else None,
+        more=more,
+    )
 
 
 def deepspeed_run(
+    workload: Workload,
+    model: torch.nn.Module,
     *,
     register: bool,
-    zero: Mapping[str, object] = ZERO_2,
+    zero: Mapping[str, object],
     block: Mapping[str, object] | None = None,
     more: Mapping[str, object] | None = None,
     params: Mapping[str, object] | None = None,
     is_alone: bool = True,
-) -> Callable[[Workload, torch.nn.Module], Run]:
+) -> Run:
     """A run of DeepSpeed's engine.
 
     Args:
+        workload: what is trained.
+        model: likewise.
         register: whether Stepwell is registered.
         zero: what is particular of `zero_optimization`.
         block: the JSON's `stepwell`.
@@ -345,73 +345,69 @@ def deepspeed_run(
         params: more of its optimizer's.
         is_alone: whether there is no other rank, and no launcher has said so.
     """
+    if is_alone:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        os.environ |= {
+            "RANK": "0",
+            "WORLD_SIZE": "1",
+            "LOCAL_RANK": "0",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+    if torch.cuda.is_available():
+        # What DeepSpeed builds is for this device. A list that is there may name others in a
+        # way that it does not read (`10.0a`).
+        capability = torch.cuda.get_device_capability()
+        os.environ["TORCH_CUDA_ARCH_LIST"] = ".".join(map(str, capability))
+    else:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    if register:
+        import stepwell.deepspeed
 
-    def prepare(workload: Workload, model: torch.nn.Module) -> Run:
-        if is_alone:
-            with socket.socket() as free:
-                free.bind(("127.0.0.1", 0))
-                port = free.getsockname()[1]
-            os.environ |= {
-                "RANK": "0",
-                "WORLD_SIZE": "1",
-                "LOCAL_RANK": "0",
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-            }
-        if torch.cuda.is_available():
-            # What DeepSpeed builds is for this device. A list that is there may name others in a
-            # way that it does not read (`10.0a`).
-            capability = torch.cuda.get_device_capability()
-            os.environ["TORCH_CUDA_ARCH_LIST"] = ".".join(map(str, capability))
-        else:
-            os.environ.setdefault("DS_ACCELERATOR", "cpu")
-        if register:
-            import stepwell.deepspeed
+        stepwell.deepspeed.register()
+    with quiet_deepspeed():
+        import deepspeed
 
-            stepwell.deepspeed.register()
-        with quiet_deepspeed():
-            import deepspeed
-
-            adam = {"lr": _LR, "betas": list(_BETAS), "eps": _EPS, "weight_decay": _WEIGHT_DECAY}
-            engine, *_ = deepspeed.initialize(
-                model=model,
-                model_parameters=model.parameters(),
-                config={
-                    "train_micro_batch_size_per_gpu": workload.micro_batch,
-                    "gradient_accumulation_steps": workload.accumulation,
-                    "bf16": {"enabled": True},
-                    "gradient_clipping": workload.clip_norm,
-                    "zero_optimization": {
-                        "overlap_comm": True,
-                        "contiguous_gradients": True,
-                        "offload_optimizer": _ON_CPU,
-                        **zero,
-                    },
-                    "optimizer": {"type": "AdamW", "params": {**adam, **(params or {})}},
-                    "steps_per_print": 10**9,
-                    "stepwell": block or {},
-                    **(more or {}),
+        adam = {"lr": _LR, "betas": list(_BETAS), "eps": _EPS, "weight_decay": _WEIGHT_DECAY}
+        engine, *_ = deepspeed.initialize(
+            model=model,
+            model_parameters=model.parameters(),
+            config={
+                "train_micro_batch_size_per_gpu": workload.micro_batch,
+                "gradient_accumulation_steps": workload.accumulation,
+                "bf16": {"enabled": True},
+                "gradient_clipping": workload.clip_norm,
+                "zero_optimization": {
+                    "overlap_comm": True,
+                    "contiguous_gradients": True,
+                    "offload_optimizer": _ON_CPU,
+                    **zero,
                 },
-            )
-
-        def step() -> float | None:
-            engine.step()
-            norm = engine.get_global_grad_norm()
-            return None if norm is None else float(norm)
-
-        def breakdown() -> dict[str, float]:
-            return engine.optimizer.timing if register else {}
-
-        return Run(
-            _loss_of(engine),
-            engine.backward,
-            step,
-            breakdown=breakdown,
-            finish=getattr(engine.optimizer, "drain", lambda: None),
-            steps_itself=True,
+                "optimizer": {"type": "AdamW", "params": {**adam, **(params or {})}},
+                "steps_per_print": 10**9,
+                "stepwell": block or {},
+                **(more or {}),
+            },
         )
 
-    return prepare
+    def step() -> float | None:
+        engine.step()
+        norm = engine.get_global_grad_norm()
+        return None if norm is None else float(norm)
+
+    def breakdown() -> dict[str, float]:
+        return engine.optimizer.timing if register else {}
+
+    return Run(
+        _loss_of(engine),
+        engine.backward,
+        step,
+        breakdown=breakdown,
+        finish=getattr(engine.optimizer, "drain", lambda: None),
+        steps_itself=True,
+    )
 
 
 def _loss_of(model: torch.nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -422,77 +418,17 @@ def _backward_of(workload: Workload) -> Callable[[torch.Tensor], object]:
     return lambda loss: torch.autograd.backward(loss / workload.accumulation)
 
 
-CASES: dict[str, Callable[[Workload, torch.nn.Module], Run]] = {
-    "torch": _torch,
-    "stepwell": _stepwell("fp32"),
-    "stepwell q8": _stepwell("q8"),
-    "stepwell, no model": _stepwell("fp32", gives_model=False),
-    "stepwell, untold": _stepwell("fp32", announces_steps=False),
-    "stepwell, deferred=1": _stepwell("fp32", interval=1),
-    "stepwell, deferred=2": _stepwell("fp32", interval=2),
-    "stepwell, deferred=4": _stepwell("fp32", interval=4),
-    "stepwell, deferred=4, fraction=0.1": _stepwell("fp32", interval=4, fraction=0.1),
-    "stepwell, resident=0.5": _stepwell("fp32", resident=0.5),
-    "stepwell, deferred=1, resident=0.5": _stepwell("fp32", interval=1, resident=0.5),
-    "stepwell, deferred=4, fraction=0.1, resident=0.5": _stepwell(
-        "fp32", interval=4, fraction=0.1, resident=0.5
-    ),
-    "stepwell, deferred=4, fraction=0.1, resident=0.75": _stepwell(
-        "fp32", interval=4, fraction=0.1, resident=0.75
-    ),
-    "stepwell, deferred=4, fraction=0.1, resident=0.9": _stepwell(
-        "fp32", interval=4, fraction=0.1, resident=0.9
-    ),
-    "stepwell q8, resident=0.5": _stepwell("q8", resident=0.5),
-    "stepwell q8, deferred=1, resident=0.5": _stepwell("q8", interval=1, resident=0.5),
-    "stepwell q8, deferred=2, resident=0.5": _stepwell("q8", interval=2, resident=0.5),
-    "stepwell q8, deferred=2, resident=0.75": _stepwell("q8", interval=2, resident=0.75),
-    "stepwell q8, deferred=1": _stepwell("q8", interval=1),
-    "stepwell q8, deferred=2": _stepwell("q8", interval=2),
-    "stepwell q8, deferred=2, fraction=0.1": _stepwell("q8", interval=2, fraction=0.1),
-    "stepwell q8, deferred=4": _stepwell("q8", interval=4),
-    "stepwell volume": _stepwell("fp32", durability="commit"),
-    "stepwell volume q8": _stepwell("q8", durability="commit"),
-    "stepwell volume, commit_interval=1": _stepwell("fp32", durability="commit", commit_interval=1),
-    "stepwell volume q8, commit_interval=1": _stepwell(
-        "q8", durability="commit", commit_interval=1
-    ),
-    "stepwell volume, durability=none": _stepwell("fp32", durability="none"),
-    "stepwell volume q8, durability=none": _stepwell("q8", durability="none"),
-    "stepwell volume, durability=none, deferred=4": _stepwell(
-        "fp32", interval=4, durability="none"
-    ),
-    "stepwell volume q8, durability=none, deferred=4": _stepwell(
-        "q8", interval=4, durability="none"
-    ),
-    "deepspeed": deepspeed_run(register=False),
-    "deepspeed on stepwell": deepspeed_run(register=True),
-    "deepspeed on stepwell, accumulate=device": deepspeed_run(
-        register=True, block={"accumulate": "device"}
-    ),
-    "deepspeed, zenflow": deepspeed_run(register=False, zero=_ZENFLOW),
-    "deepspeed on stepwell, zenflow": deepspeed_run(register=True, zero=_ZENFLOW),
-    "deepspeed, offload_param": deepspeed_run(register=False, zero=_ZERO_3_OFFLOAD_PARAM),
-    "deepspeed on stepwell, offload_param": deepspeed_run(
-        register=True, zero=_ZERO_3_OFFLOAD_PARAM
-    ),
-    "deepspeed on stepwell, offload_param, fetch=deepspeed": deepspeed_run(
-        register=True, zero=_ZERO_3_OFFLOAD_PARAM, block={"fetch": "deepspeed"}
-    ),
-    "deepspeed, ratio=0.5": deepspeed_run(register=False, zero=_TWIN_FLOW),
-    "deepspeed on stepwell, ratio=0.5": deepspeed_run(register=True, zero=_TWIN_FLOW),
-    "deepspeed, nvme": _nvme(register=False),
-    "deepspeed on stepwell, nvme": _nvme(register=True),
-    "deepspeed on stepwell q8, nvme": _nvme(register=True, moments="q8"),
-    "deepspeed on stepwell q8, nvme, commit_interval=1": _nvme(
-        register=True, moments="q8", commit_interval=1
-    ),
-    "deepspeed on stepwell, nvme, durability=none": _nvme(register=True, durability="none"),
-    "deepspeed on stepwell q8, nvme, durability=none": _nvme(
-        register=True, durability="none", moments="q8"
-    ),
-}
-"""What can be run, by name."""
+def prepare(name: str, workload: Workload, model: torch.nn.Module) -> Run:
+    """The run of a case.
+
+    Raises:
+        ValueError: there is no case of that name.
+    """
+    case = Case.parse(name)
+    if case.system == "torch":
+        return _torch(workload, model)
+    train_with = _stepwell if case.system.startswith("stepwell") else _deepspeed
+    return train_with(case, workload, model)
 
 
 def host_bytes() -> int:
@@ -613,7 +549,7 @@ def main(name: str, workload: Workload) -> dict[str, Any]:
     sync(device)
     before = host_bytes()
     begin = time.perf_counter()
-    run = CASES[name](workload, model)
+    run = prepare(name, workload, model)
     sync(device)
     prepared = time.perf_counter() - begin
     result |= train(workload, device, run)

@@ -11,8 +11,7 @@ import os
 import sys
 import time
 from dataclasses import replace
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,10 +19,7 @@ import torch.distributed as dist
 from stepwell.cli import _offload_cases as alone
 from stepwell.cli._offload_cases import Run, Workload
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-__all__ = ["CASES", "MODELS"]
+__all__ = ["MODELS", "prepare"]
 
 
 def _replicated(model: torch.nn.Module) -> torch.nn.Module:
@@ -44,11 +40,6 @@ def _sharded(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
-def _sharded_run(workload: Workload, model: torch.nn.Module) -> Run:
-    # Every backward reduces its gradients.
-    return alone.stepwell_run(workload, model, accumulation_steps=workload.accumulation)
-
-
 _STAGES: dict[int, dict[str, object]] = {
     # Made for offload on several ranks: each rank's part has layers of the whole model.
     2: {**alone.ZERO_2, "round_robin_gradients": True},
@@ -60,37 +51,31 @@ _STAGES: dict[int, dict[str, object]] = {
 }
 
 
-def _deepspeed(stage: int, *, register: bool) -> Callable[[Workload, torch.nn.Module], Run]:
-    return alone.deepspeed_run(register=register, zero=_STAGES[stage], is_alone=False)
-
-
-def _on_devices(stage: int) -> Callable[[Workload, torch.nn.Module], Run]:
-    """Reduces gradients, and has weights, as where the state is offloaded."""
-    return alone.deepspeed_run(
-        register=False,
-        zero={**_STAGES[stage], "offload_optimizer": {"device": "none"}},
-        # Its own op would be compiled.
-        params={"torch_adam": True},
-        is_alone=False,
-    )
-
-
-_ON_DEVICES = {f"deepspeed, stage={stage}, all on the devices": stage for stage in _STAGES}
-
 MODELS = {"ddp": _replicated, "ddp, shard": _replicated, "fsdp2": _sharded}
 """What a case of OffloadAdamW makes of the model first. That is timed alone as well."""
 
-CASES: dict[str, Callable[[Workload, torch.nn.Module], Run]] = {
-    "ddp": alone.stepwell_run,
-    "ddp, shard": partial(alone.stepwell_run, shard=True),
-    "fsdp2": _sharded_run,
-    **{name: _on_devices(stage) for name, stage in _ON_DEVICES.items()},
-    "deepspeed, stage=2": _deepspeed(2, register=False),
-    "deepspeed on stepwell, stage=2": _deepspeed(2, register=True),
-    "deepspeed, stage=3": _deepspeed(3, register=False),
-    "deepspeed on stepwell, stage=3": _deepspeed(3, register=True),
-}
-"""What can be run, by name."""
+
+def prepare(name: str, workload: Workload, model: torch.nn.Module) -> Run:
+    """The run of a case on this rank; `name`: one of `RANK_CASES`."""
+    if name == "fsdp2":
+        # Every backward reduces its gradients.
+        return alone.stepwell_run(workload, model, accumulation_steps=workload.accumulation)
+    if name in MODELS:
+        return alone.stepwell_run(workload, model, shard="shard" in name)
+    zero, params = _STAGES[3 if "stage=3" in name else 2], {}
+    if _is_on_devices(name):
+        # Reduces gradients, and has weights, as where the state is offloaded.
+        zero = {**zero, "offload_optimizer": {"device": "none"}}
+        # Its own op would be compiled.
+        params = {"torch_adam": True}
+    register = "on stepwell" in name
+    return alone.deepspeed_run(
+        workload, model, register=register, zero=zero, params=params, is_alone=False
+    )
+
+
+def _is_on_devices(name: str) -> bool:
+    return name.endswith("all on the devices")
 
 
 def _over_ranks(value: object) -> list[Any]:
@@ -120,12 +105,12 @@ def main(name: str, workload: Workload) -> dict[str, Any]:
     alone.sync(device)
     before = alone.host_bytes()
     begin = time.perf_counter()
-    run = CASES[name](workload, model)
+    run = prepare(name, workload, model)
     del model
     alone.sync(device)
     prepared = time.perf_counter() - begin
     result = alone.train(own, device, run)
-    if name in _ON_DEVICES:
+    if _is_on_devices(name):
         forward_backward = max(_over_ranks(alone.forward_backward(own, device, run)))
     # `torch.cuda.max_memory_allocated` is not there without a GPU.
     device_peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else None

@@ -26,20 +26,7 @@ if TYPE_CHECKING:
     from stepwell.cli._memory_rate import MemoryRate
     from stepwell.cli._offload_cases import Workload
 
-__all__ = ["RANK_CASES", "draw_ranks", "measure_ranks", "print_ranks"]
-
-RANK_CASES = (
-    "ddp",
-    "ddp, shard",
-    "fsdp2",
-    "deepspeed, stage=2, all on the devices",
-    "deepspeed, stage=2",
-    "deepspeed on stepwell, stage=2",
-    "deepspeed, stage=3, all on the devices",
-    "deepspeed, stage=3",
-    "deepspeed on stepwell, stage=3",
-)
-"""The cases' names. Here, and not where they are made, so that `--help` does not import torch."""
+__all__ = ["draw_ranks", "measure_ranks", "print_ranks"]
 
 _CASE_SECONDS_MAX = 1800
 _POLL_SECONDS = 0.1

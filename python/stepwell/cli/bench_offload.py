@@ -20,8 +20,9 @@ from typing import IO, TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from stepwell.cli._cases import DEFAULT_CASES, RANK_CASES, Case
 from stepwell.cli._memory_rate import MemoryRate, bound
-from stepwell.cli._rank_runs import RANK_CASES, draw_ranks, measure_ranks, print_ranks
+from stepwell.cli._rank_runs import draw_ranks, measure_ranks, print_ranks
 from stepwell.cli._report import case_table, failed_case
 
 if TYPE_CHECKING:
@@ -32,64 +33,10 @@ if TYPE_CHECKING:
 
 __all__ = ["bench_offload", "run_case"]
 
-CASES = (
-    "torch",
-    "stepwell",
-    "stepwell q8",
-    "stepwell, no model",
-    "stepwell, untold",
-    "stepwell, deferred=1",
-    "stepwell, deferred=2",
-    "stepwell, deferred=4",
-    "stepwell, deferred=4, fraction=0.1",
-    "stepwell, resident=0.5",
-    "stepwell, deferred=1, resident=0.5",
-    "stepwell, deferred=4, fraction=0.1, resident=0.5",
-    "stepwell, deferred=4, fraction=0.1, resident=0.75",
-    "stepwell, deferred=4, fraction=0.1, resident=0.9",
-    "stepwell q8, resident=0.5",
-    "stepwell q8, deferred=1, resident=0.5",
-    "stepwell q8, deferred=2, resident=0.5",
-    "stepwell q8, deferred=2, resident=0.75",
-    "stepwell q8, deferred=1",
-    "stepwell q8, deferred=2",
-    "stepwell q8, deferred=2, fraction=0.1",
-    "stepwell q8, deferred=4",
-    "stepwell volume",
-    "stepwell volume q8",
-    "stepwell volume, commit_interval=1",
-    "stepwell volume q8, commit_interval=1",
-    "stepwell volume, durability=none",
-    "stepwell volume q8, durability=none",
-    "stepwell volume, durability=none, deferred=4",
-    "stepwell volume q8, durability=none, deferred=4",
-    "deepspeed",
-    "deepspeed on stepwell",
-    "deepspeed on stepwell, accumulate=device",
-    "deepspeed, zenflow",
-    "deepspeed on stepwell, zenflow",
-    "deepspeed, offload_param",
-    "deepspeed on stepwell, offload_param",
-    "deepspeed on stepwell, offload_param, fetch=deepspeed",
-    "deepspeed, ratio=0.5",
-    "deepspeed on stepwell, ratio=0.5",
-    "deepspeed, nvme",
-    "deepspeed on stepwell, nvme",
-    "deepspeed on stepwell q8, nvme",
-    "deepspeed on stepwell q8, nvme, commit_interval=1",
-    "deepspeed on stepwell, nvme, durability=none",
-    "deepspeed on stepwell q8, nvme, durability=none",
-)
-"""The cases' names. Here, and not where they are made, so that `--help` does not import torch."""
-
 _CASE_SECONDS_MAX = 1800
 _WIDTH_PIPED = 170
 _BUS_BYTES = 1 << 30
 _PEER = "deepspeed"
-
-
-def _is_on_drives(case: str) -> bool:
-    return "volume" in case or "nvme" in case
 
 
 def bench_offload(
@@ -121,11 +68,11 @@ def bench_offload(
         typer.Option(
             "--case",
             help=(
-                f"Only this case; may be given more than once. One of: {'; '.join(CASES)}. With "
-                f"--ranks: {'; '.join(RANK_CASES)}."
+                "Only this case, as below; may be given more than once. With --ranks one of: "
+                f"{'; '.join(RANK_CASES)}."
             ),
             show_default=(
-                "those without a comma; those with a volume where --drive is given; "
+                f"{'; '.join(DEFAULT_CASES)}, those with a volume where --drive is given; "
                 "with --ranks all"
             ),
         ),
@@ -159,18 +106,21 @@ def bench_offload(
 ) -> None:
     """Time training steps with the optimizer in host memory, against DeepSpeed and the GPU alone.
 
-    Every case trains the same bfloat16 Llama on the same text, in a process of its own:
+    Every case trains the same bfloat16 Llama on the same text, in a process of its own. A case is
+    what is named here, with q8 moments or not, and options behind commas that go together:
+    `stepwell q8, deferred=2, resident=0.5`.
 
     - `torch`: everything is on the GPU, with torch's fused AdamW.
     - `stepwell`: OffloadAdamW with fp32 moments; `stepwell q8`: with q8 moments.
     - `stepwell, no model`: `step()` waits for all weights at once.
     - `stepwell, untold`: `accumulation_steps` is not given.
     - `stepwell, deferred=4`: updates are deferred; each part of the model is stepped in every
-      fourth step. Other numbers of steps, and q8 moments, likewise. `fraction=0.1`: a tenth of the
-      rows or columns is stepped at once, on the GPU.
+      fourth step. Other numbers of steps likewise. `fraction=0.1`: a tenth of the rows or columns
+      is stepped at once, on the GPU.
+    - `stepwell, resident=0.5`: half of the optimizer state stays on the GPU.
     - `stepwell volume`: state on the drives of --drive, with commits, and with as little of it in
       host memory as can be; `commit_interval=1`: a commit in each step; `durability=none`: without
-      commits, and with deferred updates. q8 moments likewise.
+      commits, and with deferred updates.
     - `deepspeed`: ZeRO-2 with CPU offload. Its op needs a C++ compiler.
     - `deepspeed on stepwell`: the same JSON with Stepwell registered.
     - `deepspeed on stepwell, accumulate=device`: with several micro-steps, gradients are summed on
@@ -182,8 +132,7 @@ def bench_offload(
     - `deepspeed, ratio=0.5`, `deepspeed on stepwell, ratio=0.5`: ZeRO-3 with half of the optimizer
       state in host memory, and half on the GPU.
     - `deepspeed, nvme`, `deepspeed on stepwell, nvme`: ZeRO-3 with optimizer state on the drives;
-      DeepSpeed's swapper uses the first. `durability=none`, `commit_interval=1` and q8 moments as
-      above.
+      DeepSpeed's swapper uses the first. `durability=none` and `commit_interval=1` as above.
 
     With `--ranks`, all ranks on this host, each with samples of its own:
 
@@ -212,16 +161,7 @@ def bench_offload(
         raise typer.BadParameter(
             f"--size is `{size}`, expected {', '.join(SIZES)} or the path of a config.json"
         )
-    known = CASES if ranks == 1 else RANK_CASES
-    names: list[str] = only or [
-        name
-        for name in known
-        if ranks > 1 or ("," not in name and (drives or not _is_on_drives(name)))
-    ]
-    if not drives and (without := [name for name in names if _is_on_drives(name)]):
-        raise typer.BadParameter(f"--case is `{without[0]}`, expected --drive with it")
-    if unknown := [name for name in names if name not in known]:
-        raise typer.BadParameter(f"--case is `{unknown[0]}`, expected one of {', '.join(known)}")
+    names = _names(only, ranks, has_drives=bool(drives))
     _check_gpus(ranks)
     workload = Workload(
         size=size,
@@ -287,6 +227,26 @@ def bench_offload(
         write_json(out, "bench_offload", report)
     _print(console, report)
     write(console, out, "bench_offload", report, lambda figure: _draw(figure, report))
+
+
+def _names(only: list[str] | None, ranks: int, *, has_drives: bool) -> list[str]:
+    """The cases that run; raises BadParameter where one cannot."""
+    if ranks > 1:
+        if unknown := [name for name in only or () if name not in RANK_CASES]:
+            raise typer.BadParameter(
+                f"--case is `{unknown[0]}`, expected one of {'; '.join(RANK_CASES)}"
+            )
+        return only or list(RANK_CASES)
+    if not only:
+        return [name for name in DEFAULT_CASES if has_drives or not Case.parse(name).is_on_drives]
+    for name in only:
+        try:
+            case = Case.parse(name)
+        except ValueError as error:
+            raise typer.BadParameter(f"--case: {error}") from error
+        if case.is_on_drives and not has_drives:
+            raise typer.BadParameter(f"--case is `{name}`, expected --drive with it")
+    return only
 
 
 def _check_gpus(ranks: int) -> None:
@@ -424,8 +384,11 @@ def _print(console: Console, report: dict[str, Any]) -> None:
     for case in done:
         least, known = case.get("bound_seconds"), case["breakdown"]
         _, comma, kind = case["name"].partition(",")
-        own_peer = _PEER + comma + kind
-        peer_name = own_peer if own_peer in CASES else _PEER
+        try:
+            peer_name = _PEER + comma + kind
+            Case.parse(peer_name)
+        except ValueError:
+            peer_name = _PEER
         peer = seconds.get(peer_name)
         bus = known.get("bytes_downloaded", 0) + known.get("bytes_uploaded", 0)
         table.add_row(

@@ -21,7 +21,7 @@ from stepwell.offload.engine import Engine
 from stepwell.offload.rank_engine import RankEngine
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
     import torch
@@ -51,6 +51,7 @@ class Background:
         collector: brings gradients there.
         sharding: the ranks that share steps; None: none does.
         threads: workers that step, as `OffloadAdamW` has it.
+        label: what errors call a parameter.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Background:
         sharding: Sharding | None,
         *,
         threads: int | None,
+        label: Callable[[torch.Tensor], str],
     ) -> None:
         self._host = host
         self._twins = host.twins
@@ -67,6 +69,7 @@ class Background:
         self._sharding = sharding
         self._deferred = host.deferred
         self._threads = threads
+        self._label = label
         # Of all engines that there will be: one may be made, or closed, by the thread that has it.
         self._lock = threading.RLock()
         self.engine: Engine | None = None
@@ -103,6 +106,7 @@ class Background:
                     self._threads,
                     self._deferred,
                     swapped,
+                    label=self._label,
                     sums_on_host=self._collector.sums_on_host,
                     threads_share=self._host.hosted_share,
                     lock=self._lock,

@@ -32,7 +32,7 @@ from stepwell.offload.selection import Selector
 from stepwell.offload.wait_order import WaitOrder
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
     from contextlib import AbstractContextManager
 
     from stepwell._state import State
@@ -105,6 +105,7 @@ class Engine(Uploads):
         lock: what a thread has that submits a step or settles; None: one of its own.
         deferred: which updates are deferred; None: none is.
         swapped: the state that is on a volume; None: none is.
+        label: what errors call a parameter whose updates are deferred.
         sums_on_host: whether gradients of several backwards are summed in host memory. Then the
             host sides of all gradients are pinned.
 
@@ -121,6 +122,7 @@ class Engine(Uploads):
         deferred: Deferred | None = None,
         swapped: Swapped | None = None,
         *,
+        label: Callable[[torch.Tensor], str] = str,
         sums_on_host: bool = False,
         threads_share: float = 1.0,
         lock: AbstractContextManager[object] | None = None,
@@ -138,6 +140,7 @@ class Engine(Uploads):
         self._buffers = twins.buffers
         self._numels = [twins.weight_numel(param) for param in self._params]
         self._deferred = deferred
+        self._label = label
         self.selector: Selector[torch.Tensor] | None = None
         """Chooses the channels that are stepped on the device; None: none is."""
         self.selected_bytes = 0
@@ -454,11 +457,11 @@ class Engine(Uploads):
         self.synchronize()
         self.note_settled()
         if written:
-            shapes = ", ".join(f"`{tuple(param.shape)}`" for param in written[:3])
+            labels = ", ".join(map(self._label, written[:3]))
             more = f" and {len(written) - 3} more" if len(written) > 3 else ""
             raise ValueError(
-                f"parameters of shapes {shapes}{more} were written between a forward and step() "
-                "while updates of them were deferred, and the writes are lost. "
+                "parameters were written between a forward and step() while updates of them were "
+                f"deferred, and the writes are lost: {labels}{more}. "
                 "hint: optimizer.drain() before parameters are written"
             )
 

@@ -55,15 +55,15 @@ from stepwell.optim import AdamW, Moments
 
 if TYPE_CHECKING:
     from collections import defaultdict
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
 
     from torch.optim.optimizer import ParamsT, StateDict
 
     from stepwell.access.gate import Gate
     from stepwell.offload.contents import Contents
-    from stepwell.offload.deferral import DeferralMetrics
     from stepwell.offload.deferred import Deferred
+    from stepwell.offload.deferred_steps import DeferralMetrics
     from stepwell.offload.engine import Engine
     from stepwell.offload.volume import Volume
 
@@ -272,6 +272,7 @@ class OffloadAdamW(AdamW):
             self._collector,
             self._sharding,
             threads=threads,
+            label=_labels_of(self),
         )
         self._steps = Steps(self._host, self._collector, self._background)
         self._spans = Spans(
@@ -1038,6 +1039,18 @@ class OffloadAdamW(AdamW):
     def deferral(self) -> DeferralMetrics | None:
         """Deferred updates in the last step; None without `deferred`, and before the first step."""
         return self._steps.deferral(self.timing)
+
+
+def _labels_of(optimizer: OffloadAdamW) -> Callable[[torch.Tensor], str]:
+    """What errors call a parameter, also one that has left. Keeps no optimizer alive."""
+    known = weakref.ref(optimizer)
+
+    def label(param: torch.Tensor) -> str:
+        found = known()
+        labels = {} if found is None else dict(found._labelled())
+        return labels.get(param, f"a parameter (shape {tuple(param.shape)})")
+
+    return label
 
 
 def _calls_hooks(param: torch.Tensor) -> bool:

@@ -1,7 +1,7 @@
 """How a step begins that was decided on: what of it is deferred, and what goes with it.
 
 Where updates are deferred, which steps are so is one decision for each step (`deferred_steps`).
-Channels are scored before the norm, whose wait they share, and chosen when the step begins.
+It comes before the norm, whose wait scores of channels share. They are chosen when the step begins.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from stepwell.offload.deferral import DeferralMetrics
-from stepwell.offload.deferred_steps import DeferredSteps
+from stepwell.offload.deferred_steps import DeferralMetrics, DeferredSteps, StepKind
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
     from stepwell import _core, _state
     from stepwell.offload.background import Background
     from stepwell.offload.collector import Collector
-    from stepwell.offload.engine import Engine
     from stepwell.offload.host_side import HostSide
     from stepwell.offload.spans import Looked
 
@@ -42,6 +40,8 @@ class Steps:
         if deferred is not None:
             why = background.why_unseen
             self._deferred = DeferredSteps(deferred.warmup_steps, why=why)
+        # What was decided of the coming step.
+        self._kind = StepKind.EXACT
 
     def excuse_next(self) -> None:
         """The next step is exact for what this one was, not for a look at a weight."""
@@ -49,16 +49,24 @@ class Steps:
             self._deferred.excuse()
 
     def score(self, looked: Looked) -> None:
-        """Scores channels of which some may be selected; the norm that comes next is waited for."""
-        steps, number, engine = self._deferred, looked.number, self._background.engine
-        if steps is None or number == 0 or engine is None or engine.selector is None:
+        """Decides whether the step is deferred, and scores channels of which some may be selected.
+
+        The norm that comes next is waited for.
+        """
+        engine, number = self._background.engine, looked.number
+        if self._deferred is None or number == 0 or engine is None:
             return
         selector = engine.selector
-        if selector.needs_exact:
+        if selector is not None and selector.needs_exact:
             engine.make_exact()
-        if self._is_deferred(engine, number):
+        is_seen = self._background.sees_forwards
+        kind = self._deferred.decide(number, is_seen=is_seen, is_settled=engine.is_settled)
+        self._kind = kind
+        if selector is None:
+            return
+        if kind is StepKind.DEFERRED:
             selector.score(*looked.hosted, engine.next_group())
-        elif steps.is_followed_by_deferred(number, is_seen=self._background.sees_forwards):
+        elif kind.selects:
             selector.score(*looked.hosted, None)
         else:
             selector.score([], [], None)
@@ -122,16 +130,16 @@ class Steps:
         # update.
         landing = engine.store.landing
         shared = [] if gate is None else self._background.exposed(landing)
-        at_once, number = None, looked.number
-        is_seen, is_settled = self._background.sees_forwards, engine.is_settled
+        at_once, num_settled = None, engine.store.num_settled
+        kind = self._kind.now(is_settled=engine.is_settled)
         others = landing[len(params) :]
-        num_settled, closed = engine.store.num_settled, self._background.gate
-        is_deferred = self._is_deferred(engine, number)
-        may_defer = closed is not None and not {*map(id, shared)} & {*map(id, others)}
-        if may_defer and closed is not None and is_deferred:
+        if gate is None or {*map(id, shared)} & {*map(id, others)}:
+            # No forward is known to wait for what would land.
+            kind = StepKind.EXACT
+        elif kind is StepKind.DEFERRED:
             # The step waits for the weights of these, since no forward is known to. And what
             # they name in memory is on the volume after this step, and so is what comes next.
-            at_once = set(closed.not_covered(params, shared))
+            at_once = set(gate.not_covered(params, shared))
             at_once.update(param for param, _, _ in looked.swapping)
         twins = self._host.twins
         verified = [param for param in params if twins[param].is_unverified]
@@ -151,14 +159,8 @@ class Steps:
             num_settled=num_settled,
             **options,
         )
-        if self._deferred is not None and may_defer:
-            self._deferred.note(number, is_seen=is_seen, is_settled=is_settled)
-
-    def _is_deferred(self, engine: Engine, number: int) -> bool:
-        """Whether a step is deferred; `number`: which update it is of the most stepped one."""
-        return self._deferred is not None and self._deferred.is_deferred(
-            number, is_seen=self._background.sees_forwards, is_settled=engine.is_settled
-        )
+        if self._deferred is not None:
+            self._deferred.note(kind)
 
     def timing(self) -> dict[str, float]:
         """What the engine and the bus took for the last step, as `OffloadAdamW.timing` has it.

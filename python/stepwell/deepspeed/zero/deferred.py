@@ -33,8 +33,7 @@ from stepwell.deepspeed.logs import warn
 from stepwell.deepspeed.zero.deferred_gradients import Source
 from stepwell.deepspeed.zero.deferred_partitions import DeferredPartitions
 from stepwell.deepspeed.zero.stage_1_2 import OffloadZeroOptimizer
-from stepwell.offload.deferral import DeferralMetrics
-from stepwell.offload.deferred_steps import DeferredSteps
+from stepwell.offload.deferred_steps import DeferralMetrics, DeferredSteps, StepKind
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -58,6 +57,8 @@ class DeferredZeroOptimizer(OffloadZeroOptimizer):
         self._deferred: Deferred = plan.zenflow.deferred
         self._has_warned: set[str] = set()
         self._steps = DeferredSteps(self._deferred.warmup_steps, self._warn_once)
+        # What was decided of the coming step.
+        self._kind = StepKind.EXACT
         self._is_skipped = False
         super().__init__(init_optimizer, *args, plan=plan, **kwargs)
 
@@ -137,11 +138,11 @@ class DeferredZeroOptimizer(OffloadZeroOptimizer):
     def _check_used(self) -> None:
         super()._check_used()
         # Before the norm, which is waited for.
+        self._kind = self._steps.decide(
+            self._next_step(), is_seen=self._is_seen(), is_settled=self._partitions.is_settled
+        )
         self._partitions.score(
-            is_deferred=self._is_deferred(),
-            is_selected=self._steps.is_followed_by_deferred(
-                self._next_step(), is_seen=self._is_seen()
-            ),
+            is_deferred=self._kind is StepKind.DEFERRED, is_selected=self._kind.selects
         )
 
     def _next_step(self) -> int:
@@ -155,12 +156,6 @@ class DeferredZeroOptimizer(OffloadZeroOptimizer):
             return True
         return self._gate is not None and self._gate.is_open
 
-    def _is_deferred(self) -> bool:
-        """Whether the coming step is deferred."""
-        return self._steps.is_deferred(
-            self._next_step(), is_seen=self._is_seen(), is_settled=self._partitions.is_settled
-        )
-
     def _apply(self, grad_scale: float) -> None:
         partitions = self._partitions
         self.timers(OPTIMIZER_STEP_TIMER).start()
@@ -172,14 +167,16 @@ class DeferredZeroOptimizer(OffloadZeroOptimizer):
             for group in groups
             if self._masters[group].numel()
         }
-        is_deferred = self._is_deferred()
-        self._steps.note(
-            self._next_step(), is_seen=self._is_seen(), is_settled=partitions.is_settled
-        )
+        kind = self._kind.now(is_settled=partitions.is_settled)
+        if not self._is_seen():
+            kind = StepKind.EXACT
+        self._steps.note(kind)
         partitions.finish_job()
         # Before the submit, behind which Ctrl-C may land; without one it does no harm.
         uncovered = self._guard_weights()
-        at_once = {self._fragment(param) for param in uncovered} if is_deferred else None
+        at_once = None
+        if kind is StepKind.DEFERRED:
+            at_once = {self._fragment(param) for param in uncovered}
         submission = partitions.prepare(operands, grad_scale=grad_scale, at_once=at_once)
         told = self._told_steps
         taken = [] if told is None else [partial(setattr, told, "is_taken", True)]
