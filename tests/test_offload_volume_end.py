@@ -2,13 +2,11 @@
 
 import gc
 import logging
-import os
 import signal
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
+import fork_server
 import pytest
 import stepwell
 import torch
@@ -204,14 +202,7 @@ def test_the_end_of_a_process_of_multiprocessing_commits_the_last_step(tmp_path,
 
 def run_program(program, **values):
     program = textwrap.dedent(program).format(tests=str(Path(__file__).parent), **values)
-    return subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-        env={**os.environ, "PYTHONFAULTHANDLER": "1"},
-    )
+    return fork_server.python("-c", program, timeout=TIMEOUT_S)
 
 
 PROGRAM = """
