@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import stepwell
 import torch
+from insides import engine_of, num_pending, swapped_of
 from offload_cases import assert_equal, loss_of, train
 from optim_cases import bits
 from stepwell import _state
@@ -29,7 +30,7 @@ def on_volume(net, tmp_path, deferred, *, host_bytes=2 << 20, **options):
         tier=stepwell.Volume(folders(tmp_path), durability="none"),
         **options,
     )
-    assert optimizer._host.swapped.core is not None
+    assert swapped_of(optimizer).core is not None
     return optimizer
 
 
@@ -59,7 +60,7 @@ def test_a_volume_has_the_bits_of_host_memory(tmp_path, interval, predict, momen
     deferred = stepwell.Deferred(interval=interval, predict=predict)
     one, other = pair(tmp_path, deferred, moments=moments)
     assert_same_forwards(one, other)
-    assert one[1]._engine.has_pending()
+    assert num_pending(one[1])
     assert_equal(one, other)
     # The look has read state into memory: steps go on from there.
     assert_same_forwards(one, other, first=STEPS)
@@ -110,10 +111,10 @@ def test_a_turn_reads_and_writes_its_part_of_the_volume(tmp_path):
         path.mkdir()
         (net, optimizer), _ = pair(path, deferred)
         train(net, optimizer, 9)
-        before = optimizer._host.swapped.core.bytes_moved
+        before = swapped_of(optimizer).core.bytes_moved
         train(net, optimizer, 8, first=9)
-        optimizer._engine._core.finish(stream=0)
-        after = optimizer._host.swapped.core.bytes_moved
+        engine_of(optimizer)._core.finish(stream=0)
+        after = swapped_of(optimizer).core.bytes_moved
         moved[interval] = [end - begin for begin, end in zip(before, after, strict=True)]
     for each, quarter in zip(moved[1], moved[4], strict=True):
         assert 0 < quarter <= each / 3
@@ -122,7 +123,7 @@ def test_a_turn_reads_and_writes_its_part_of_the_volume(tmp_path):
 def test_a_drive_that_fails_with_updates_pending_ends_every_look(tmp_path):
     (net, optimizer), _ = pair(tmp_path, stepwell.Deferred(interval=4))
     train(net, optimizer, 7)
-    optimizer._engine._core.finish(stream=0)
+    engine_of(optimizer)._core.finish(stream=0)
     # Its files have no name any more.
     for path in Path("/proc/self/fd").iterdir():
         if path.is_symlink() and str(tmp_path / "drive1") in str(path.readlink()):
@@ -149,7 +150,7 @@ def test_sums_of_several_backwards_are_deferred_as_in_memory(tmp_path):
             for micro in range(2):
                 loss_of(net, 2 * number + micro).backward()
             optimizer.step()
-    assert both[0][1]._engine.has_pending()
+    assert num_pending(both[0][1])
     assert_equal(*both)
 
 
@@ -158,7 +159,7 @@ def test_memory_for_gradients_that_wait_is_not_given_to_state(tmp_path):
     deferred = stepwell.Deferred(interval=4)
     (net, optimizer), _ = pair(tmp_path, deferred)
     train(net, optimizer, 3)
-    twins, swapped = optimizer._twins, optimizer._host.swapped
+    twins, swapped = optimizer._twins, swapped_of(optimizer)
     fitting = [
         state for param, state in optimizer._states.items() if not swapped.is_place(param, state)
     ]

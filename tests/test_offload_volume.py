@@ -5,6 +5,7 @@ import gc
 import pytest
 import stepwell
 import torch
+from insides import swapped_of
 from offload_cases import assert_equal, train
 from optim_cases import LAYOUT_IDS, LAYOUTS
 from stepwell import _core, _state
@@ -27,7 +28,7 @@ def test_training_has_the_bits_of_training_in_memory(
         durability=durability,
         clip_norm=1.0,
     )
-    core = ours[1]._host.swapped.core
+    core = swapped_of(ours[1]).core
     if core is None:
         pytest.skip("all of it fits into memory")
     assert train(*ours, 3) == train(*theirs, 3)
@@ -70,12 +71,12 @@ def test_a_step_that_is_skipped_leaves_the_volume_alone(tmp_path):
     train(*theirs, 2)
     net, optimizer = ours
     optimizer.synchronize()
-    before = optimizer._host.swapped.core.bytes_moved
+    before = swapped_of(optimizer).core.bytes_moved
     for param in net.parameters():
         param.grad = torch.full_like(param, float("nan"))
     optimizer.step()
     assert optimizer.skipped_steps == 1
-    assert optimizer._host.swapped.core.bytes_moved == before
+    assert swapped_of(optimizer).core.bytes_moved == before
     for group in theirs[1].param_groups:
         group["skipped_steps"] = 1
     assert train(*ours, 2, first=2) == train(*theirs, 2, first=2)
@@ -199,7 +200,7 @@ def test_a_volume_tells_what_it_has_committed_and_moved(
 def test_what_waits_for_drives_is_not_pinned(tmp_path, accumulate):
     net, twins = net_of(), Twins(is_paged=True)
     optimizer = on_volume(net, tmp_path, durability="none", accumulate=accumulate)
-    swapped = optimizer._host.swapped
+    swapped = swapped_of(optimizer)
     everything = twins.nbytes(net.parameters()) // 2
     in_memory = twins.nbytes(param for param in net.parameters() if param not in swapped) // 2
     assert 0 < in_memory < everything
@@ -223,7 +224,7 @@ def test_two_optimizers_and_the_files_of_each(tmp_path):
     del first
     gc.collect()
     assert len(files(tmp_path)) == 2
-    name = second[1]._host.swapped.core.name
+    name = swapped_of(second[1]).core.name
     with pytest.raises(OSError, match=name):
         on_volume(net_of(), tmp_path, name=name, keep=False)
     del second
@@ -250,6 +251,6 @@ def test_a_rank_adds_its_number_to_the_name_that_was_given(tmp_path, monkeypatch
     for name, value in stands_for.items():
         monkeypatch.setattr(torch.distributed, name, lambda value=value: value)
     optimizers = [on_volume(net_of(), tmp_path, name=name) for name in (None, None, "run")]
-    names = [optimizer._host.swapped.core.name for optimizer in optimizers]
+    names = [swapped_of(optimizer).core.name for optimizer in optimizers]
     assert names[2] == "run-3"
     assert len({*names, "None-3"}) == 4
