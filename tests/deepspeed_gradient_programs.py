@@ -13,6 +13,7 @@ from deepspeed_engines import (
     vectors,
 )
 from deepspeed_paths import Forked, uneven
+from insides import partitions_of
 
 FP32_SUMS = {"grad_accum_dtype": "fp32"}
 LEFT_OUT = {
@@ -433,12 +434,12 @@ def interrupted_twice(stage, where):
     )
     engine = initialize(perceptron(), config)
     optimizer, count = engine.optimizer, 1 + sums
-    partitions_of = optimizer._partitions
+    stepping = partitions_of(optimizer)
     train(engine, vectors(2 * count), squared)
 
-    first = (optimizer, "_release_sums") if sums else (partitions_of.gradients, "norm")
+    first = (optimizer, "_release_sums") if sums else (stepping.gradients, "norm")
     raise_once(*first, KeyboardInterrupt())
-    raise_once(partitions_of, "settle", KeyboardInterrupt())
+    raise_once(stepping, "settle", KeyboardInterrupt())
     said = ""
     for batches in (vectors(count, first=50), vectors(1, first=60)):
         try:
@@ -459,10 +460,10 @@ def undropped(stage):
     """What is said behind a step that was left, and whose gradients could not be dropped."""
     engine = initialize(perceptron(), configuration(dtype="bf16", stage=stage))
     optimizer = engine.optimizer
-    partitions_of, said = optimizer._partitions, []
+    stepping, said = partitions_of(optimizer), []
 
-    raise_once(partitions_of, "prepare", MemoryError("no memory"))
-    raise_once(partitions_of, "drop", OSError("a copy is lost"))
+    raise_once(stepping, "prepare", MemoryError("no memory"))
+    raise_once(stepping, "drop", OSError("a copy is lost"))
     for batch in vectors(2):
         try:
             train(engine, [batch], squared)
@@ -480,17 +481,17 @@ def without_memory(stage, *, is_refused, **options):
     engine = initialize(perceptron(), configuration(dtype="bf16", stage=stage, **options))
     losses = train(engine, vectors(1), squared)
     if is_refused:
-        partitions_of = engine.optimizer._partitions
-        prepare = partitions_of.prepare
+        stepping = partitions_of(engine.optimizer)
+        prepare = stepping.prepare
 
         def refuse(*_, **__):
             raise MemoryError
 
-        partitions_of.prepare = refuse
+        stepping.prepare = refuse
         try:
             train(engine, vectors(1, first=5), squared)
         except MemoryError:
-            partitions_of.prepare = prepare
+            stepping.prepare = prepare
     losses += train(engine, vectors(2, first=10), squared)
     found = losses, partitions(engine)
     engine.destroy()
@@ -505,7 +506,7 @@ def handed_over(**options):
     from deepspeed import utils
 
     engine = initialize(perceptron(), configuration(dtype="bf16", stage=3, **options))
-    optimizer, gradients = engine.optimizer, engine.optimizer._partitions.gradients
+    optimizer, gradients = engine.optimizer, partitions_of(engine.optimizer).gradients
     partition_grads, add = optimizer.partition_grads, gradients.add
     kept, reduced = [], set()
 

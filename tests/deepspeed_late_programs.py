@@ -11,7 +11,8 @@ import torch
 from deepspeed_engines import configuration, initialize, perceptron, squared, train, vectors
 from deepspeed_offload_param_programs import offloaded, weights
 from deepspeed_weight_programs import saved
-from late_engine import GATHERS, SECONDS_MAX, LateEngine, late_ranks
+from insides import core_of_partitions, make_partitions_late, partitions_of
+from late_engine import GATHERS, SECONDS_MAX, late_ranks
 
 STEPS = 3
 
@@ -25,9 +26,7 @@ def large(seed=0):
 
 
 def make_late(engine):
-    partitions = engine.optimizer._partitions
-    partitions._engine = LateEngine(partitions._engine)
-    return partitions._engine
+    return make_partitions_late(partitions_of(engine.optimizer))
 
 
 def trained_late(config, *, model=perceptron, is_late=True, steps=STEPS):
@@ -102,7 +101,7 @@ def read(result, name, config, **options):
         result[name][reader] = found.detach().clone(), was_late
         if late is not None and late.is_late:
             # It has read what is old.
-            engine.optimizer._partitions.finish()
+            partitions_of(engine.optimizer).finish()
         engine.destroy()
 
 
@@ -142,7 +141,7 @@ def prefetches(result):
     engine, late, _ = trained_late(config)
     squared(engine, next(vectors(1, first=90)))
     # The forward has waited for the weights, and the step may end a little later.
-    engine.optimizer._partitions.finish()
+    partitions_of(engine.optimizer).finish()
     coordinator = engine.optimizer._get_param_coordinator()
     size = coordinator._PartitionedParameterCoordinator__prefetch_bucket_sz
     # What DeepSpeed asks: whether there is one, and which is less.
@@ -431,7 +430,7 @@ def rank_run(result, name, gate, *, looks_alone=True):
     others = threading.enumerate()
     engine = initialize(deep(), config)
     rank, zero = torch.distributed.get_rank(), engine.optimizer
-    late = zero._partitions._engine if gate == "module" else None
+    late = core_of_partitions(partitions_of(zero)) if gate == "module" else None
     weight, bias = engine.module[2][0].weight, engine.module[2][0].bias
     zero.module_of_test = engine.module
     looks = dict(ALONE if config["zero_optimization"]["stage"] == 3 else BELOW)
@@ -523,9 +522,9 @@ def left(name):
                 found.append(f"{type(error).__name__}: {error}")
             if place is protect:
                 # Nothing is left with the class that waits.
-                assert not engine.optimizer._partitions._writes
+                assert not partitions_of(engine.optimizer)._writes
     with pytest.raises(OSError, match="hint"):
-        engine.optimizer._partitions.finish()
+        partitions_of(engine.optimizer).finish()
     return found
 
 
@@ -551,7 +550,7 @@ def refused(config, *, is_behind_first_sum=False):
         engine, rank = initialize(deep(), config), torch.distributed.get_rank()
         train(engine, vectors(2, rank=rank), squared)
         if refusing:
-            gradients = engine.optimizer._partitions.gradients
+            gradients = partitions_of(engine.optimizer).gradients
             with pytest.MonkeyPatch.context() as patched:
                 if rank in refusing:
 

@@ -20,11 +20,23 @@ def core_of(optimizer):
     return optimizer._background.opened()._core
 
 
-def make_late(optimizer):
+def make_late(optimizer, kind=LateEngine):
     """No step begins before something waits for it, from now on. Returns what tells."""
-    engine = optimizer._background.opened()
-    engine._core = LateEngine(engine._core)
+    make_in_time(optimizer)
+    engine = background_of(optimizer).opened()
+    engine._core = kind(engine._core)
     return engine._core
+
+
+def make_in_time(optimizer):
+    """Steps are late no more."""
+    engine = background_of(optimizer).opened()
+    engine._core = getattr(engine._core, "inner", engine._core)
+
+
+def background_of(optimizer):
+    """What makes the engine, and ends it."""
+    return optimizer._background
 
 
 def num_pending(optimizer):
@@ -42,9 +54,19 @@ def host_weight(optimizer, param):
     return optimizer._twins.weight(param)
 
 
+def twins_of(optimizer):
+    """The host sides of its parameters."""
+    return optimizer._twins
+
+
 def has_host_side(optimizer, param):
     """Whether it takes host memory."""
     return param in optimizer._twins
+
+
+def lift_limit(optimizer):
+    """It takes as much host memory as it needs from now on."""
+    optimizer._host._bytes_max = None
 
 
 def gate_of(optimizer):
@@ -67,6 +89,16 @@ def swapped_of(optimizer):
     return optimizer._host.swapped
 
 
+def follow_groups(optimizer):
+    """It looks at what the program has done to its groups, as loads and new groups have it do."""
+    optimizer._follow_groups()
+
+
+def sharding_of(optimizer):
+    """What ranks that share a step have agreed on."""
+    return optimizer._sharding
+
+
 # ---- of ZeRO ----
 
 
@@ -75,12 +107,47 @@ def partitions_of(zero):
     return zero._partitions
 
 
+def swapped_of_zero(zero):
+    """The state of a ZeRO optimizer on drives."""
+    return zero._operands.swapped
+
+
+def is_on_device(zero, param):
+    """Whether the device steps it, under Twin-Flow."""
+    return zero._fragment(param).group in zero._share
+
+
+def device_sums(partitions):
+    """The sums of gradients that the device holds."""
+    return partitions.gradients._sums.values()
+
+
+def core_of_partitions(partitions):
+    """The core's engine that steps them."""
+    return partitions._engine if hasattr(partitions, "_engine") else partitions._core
+
+
 def make_partitions_late(partitions):
     """No step begins before something waits for it, from now on. Returns what tells."""
-    partitions._engine = LateEngine(partitions._engine)
-    return partitions._engine
+    late = LateEngine(core_of_partitions(partitions))
+    if hasattr(partitions, "_engine"):
+        partitions._engine = late
+    else:
+        # Their updates are deferred.
+        partitions._core = partitions.gradients._core = late
+    return late
 
 
-def pinned_nbytes(partitions):
-    """How much host memory its engine has pinned."""
-    return partitions._engine.pinned_nbytes
+def num_elements_live(fetcher):
+    """How many elements of weights are on the device."""
+    return fetcher._live_numel
+
+
+def num_elements_ahead(fetcher):
+    """How many of them no module has asked for yet."""
+    return fetcher._ahead_numel
+
+
+def num_elements_leaving(fetcher):
+    """How many of them are freed once what uses them has ended."""
+    return fetcher._leaving_numel

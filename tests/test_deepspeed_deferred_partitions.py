@@ -7,7 +7,7 @@ import weakref
 import pytest
 import stepwell
 import torch
-from late_engine import LateEngine
+from insides import core_of_partitions, make_partitions_late
 from stepwell.deepspeed.zero import deferred_partitions
 from stepwell.deepspeed.zero.deferred_gradients import Source
 from stepwell.deepspeed.zero.deferred_partitions import DeferredPartitions
@@ -61,8 +61,7 @@ class Run:
         )
         self.late = None
         if late:
-            self.late = LateEngine(self.partitions._core)
-            self.partitions._core = self.partitions.gradients._core = self.late
+            self.late = make_partitions_late(self.partitions)
 
     def prepared(self, number, at_once, *, grad_scale=1.0, missing=(), order=(0, 1)):
         """The operands of a step, and the calls that begin it."""
@@ -362,7 +361,11 @@ def test_what_deferred_partitions_announce(weight, is_there, monkeypatch):
     # What is uploaded is pinned; where that is the master it is no more state.
     crossing = twins or masters
     assert numel == 96
-    assert said["crossing"] == memory.pinned + crossing == run.partitions._core.pinned_nbytes
+    assert (
+        said["crossing"]
+        == memory.pinned + crossing
+        == core_of_partitions(run.partitions).pinned_nbytes
+    )
     assert said["state"] == 8 * 96 + (masters if twins else 0)
     # Masters that are there are moved.
     assert said["held"] == (masters if is_there else 0)

@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 import torch
-from late_engine import LateEngine
+from insides import core_of_partitions, make_partitions_late
 from partition_cases import BF16, FP32, PRECISE, Steps, full, opened, partition
 from stepwell.deepspeed.zero import gradients as gradients_module
 from stepwell.deepspeed.zero import partitions as partitions_module
@@ -96,7 +96,7 @@ def test_what_is_read_elsewhere_is_waited_for_once():
     partitions = opened(*made)
     partitions.are_weights_read_elsewhere = True
     steps, fragment, waits = Steps(partitions, made), Fragment(0, 0, 4), []
-    partitions._engine = noting = LateEngine(partitions._engine)
+    noting = make_partitions_late(partitions)
     synchronize = noting.synchronize
 
     def note(**options):
@@ -116,7 +116,7 @@ def test_behind_a_step_that_was_refused_waits_are_for_the_last_one(monkeypatch):
     made = [partition(4)]
     partitions = opened(*made)
     steps, fragment = Steps(partitions, made), Fragment(0, 0, 4)
-    partitions._engine = late = LateEngine(partitions._engine)
+    late = make_partitions_late(partitions)
 
     def refuse(*_, **__):
         assert partitions.wait([fragment]) is False
@@ -179,7 +179,7 @@ def test_what_is_announced_is_what_is_taken(grad, weight, offloaded, is_pinned, 
     assert said["state"] + said["crossing"] == 96 + sum(taken.values())
     assert said["crossing"] == sum(each.nbytes for each in crossing)
     pinned = sum(each.nbytes for each in own) if is_pinned else 0
-    assert partitions._engine.pinned_nbytes == pinned
+    assert core_of_partitions(partitions).pinned_nbytes == pinned
     # Weights that are offloaded are there already.
     weights = sum(each.weight.nbytes for each in made) if offloaded else 0
     assert said["held"] == weights + 32 * 4

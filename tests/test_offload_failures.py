@@ -13,7 +13,7 @@ import fork_server
 import pytest
 import stepwell
 import torch
-from insides import engine_of, gate_of, make_late
+from insides import background_of, engine_of, make_late
 from offload_cases import (
     WIDTH,
     Net,
@@ -225,7 +225,7 @@ def test_interrupts_in_the_release_do_not_end_it(gives_model, monkeypatch):
     optimizer = ours[1]
     calls, waited = [], []
     release = engine_of(optimizer).release
-    wait = optimizer._background.wait_for_weights
+    wait = background_of(optimizer).wait_for_weights
 
     def interrupted_release():
         if engine_of(optimizer).is_released:
@@ -243,11 +243,11 @@ def test_interrupts_in_the_release_do_not_end_it(gives_model, monkeypatch):
 
     with monkeypatch.context() as patched:
         patched.setattr(engine_of(optimizer), "release", interrupted_release)
-        patched.setattr(optimizer._background, "wait_for_weights", interrupted_wait)
+        patched.setattr(background_of(optimizer), "wait_for_weights", interrupted_wait)
         with pytest.raises(KeyboardInterrupt):
             optimizer.step()
     assert (len(calls), len(waited)) == (4, 3)
-    assert optimizer._background.is_released
+    assert background_of(optimizer).is_released
     theirs[1].step()
     for net, optimizer in (ours, theirs):
         optimizer.zero_grad(set_to_none=False)
@@ -269,13 +269,13 @@ def test_zero_grad_releases_what_an_interrupt_has_left(set_to_none, monkeypatch)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(optimizer._background, "release", lambda: None)
+        patched.setattr(background_of(optimizer), "release", lambda: None)
         patched.setattr(optimizer, "_leave_step", interrupt)
-        patched.setattr(optimizer._background, "wait_for_weights", interrupt)
+        patched.setattr(background_of(optimizer), "wait_for_weights", interrupt)
         with pytest.raises(KeyboardInterrupt):
             optimizer.step()
     monkeypatch.setattr(engine_of(optimizer), "release", lambda: (released.append(None), release()))
-    assert not optimizer._background.is_released
+    assert not background_of(optimizer).is_released
     theirs[1].step()
     for _, optimizer in (ours, theirs):
         optimizer.zero_grad(set_to_none=set_to_none)
@@ -293,6 +293,7 @@ def test_an_interrupted_step_waits_for_weights_that_no_forward_waits_for(monkeyp
         loss_of(net, 2).backward()
     net, optimizer = ours
     optimizer.synchronize()
+    make_late(optimizer)
     alias = net[0].weight.data
 
     def interrupt(_):
@@ -303,7 +304,6 @@ def test_an_interrupted_step_waits_for_weights_that_no_forward_waits_for(monkeyp
         with pytest.raises(KeyboardInterrupt):
             optimizer.step()
     theirs[1].step()
-    assert not gate_of(optimizer)._uncovered
     assert torch.equal(bits(alias), bits(theirs[0][0].weight))
     assert_equal(ours, theirs)
 

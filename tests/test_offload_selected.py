@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from insides import engine_of, host_weight, is_pending, num_pending
+from insides import core_of, engine_of, host_weight, is_pending, num_pending
 from optim_cases import bits
 from selected_models import (
     CODECS,
@@ -66,9 +66,9 @@ class Recorded:
     """The selections that an optimizer hands to its engine, as they are in place."""
 
     def __init__(self, optimizer: OffloadAdamW) -> None:
-        assert optimizer._engine is not None and engine_of(optimizer).selector is not None
-        self.segments = {one.segment: one for one in engine_of(optimizer)._core.selectable()}
-        self.params = list(engine_of(optimizer)._params)
+        assert engine_of(optimizer).selector is not None
+        self.segments = {one.segment: one for one in core_of(optimizer).selectable()}
+        self.params = [param for group in optimizer.param_groups for param in group["params"]]
         self.held: dict[int, tuple[bool, list[int]]] = {}
         selector, choose = engine_of(optimizer).selector, engine_of(optimizer).selector.choose
         self.next: dict[int, tuple[bool, list[int]]] = {}
@@ -277,7 +277,7 @@ def test_nothing_selected_takes_nothing_and_changes_nothing() -> None:
         other, lr=1e-2, weight_decay=0.1, clip_norm=1.0, deferred=Deferred(interval=2)
     )
     assert train(model, optimizer, range(8)) == train(other, other_optimizer, range(8))
-    assert optimizer._engine is not None and engine_of(optimizer).selector is None
+    assert engine_of(optimizer).selector is None
     assert "selected_bytes" not in optimizer.timing
 
 

@@ -5,7 +5,7 @@ import gc
 import pytest
 import stepwell
 import torch
-from insides import swapped_of
+from insides import core_of, lift_limit, swapped_of
 from offload_cases import assert_equal, train
 from optim_cases import LAYOUT_IDS, LAYOUTS
 from stepwell import _core, _state
@@ -132,7 +132,7 @@ def test_parameters_that_are_added_or_thaw_later(tmp_path):
 def test_parameters_that_go_and_come_back_keep_their_state(tmp_path):
     ours, theirs = pair(tmp_path, torch.bfloat16, durability="none")
     # Memory of what has gone is pinned on, and counts.
-    ours[1]._host._bytes_max = None
+    lift_limit(ours[1])
     for net, optimizer in (ours, theirs):
         train(net, optimizer, 2)
         group = optimizer.param_groups[0]
@@ -161,7 +161,7 @@ def test_memory_is_taken_by_small_state_and_by_the_first(tmp_path):
 
     def opened(host_bytes, **options):
         optimizers.append(on_volume(net, tmp_path, host_bytes=host_bytes, **options))
-        return optimizers[-1]._host.swapped
+        return swapped_of(optimizers[-1])
 
     counts = set()
     for host_bytes in (1800 << 10, 3 << 20, whole - 1):
@@ -206,10 +206,10 @@ def test_what_waits_for_drives_is_not_pinned(tmp_path, accumulate):
     assert 0 < in_memory < everything
     # Of these two, weights and gradients. Sums come up and go down again in each backward.
     grads = everything if accumulate == "host" else in_memory
-    assert optimizer._background.opened()._core.pinned_nbytes == in_memory + grads
+    assert core_of(optimizer).pinned_nbytes == in_memory + grads
     # All of it is on the volume.
     commits = on_volume(net, tmp_path, accumulate=accumulate)
-    pinned_nbytes = commits._background.opened()._core.pinned_nbytes
+    pinned_nbytes = core_of(commits).pinned_nbytes
     assert pinned_nbytes == (everything if accumulate == "host" else 0)
 
 
