@@ -552,7 +552,7 @@ def program_gradients(result):
         for name, options in LEFT_OUT.items():
             result[f"left out, ZeRO-{stage}, {name}"] = [
                 left_out(configuration(stage=stage, dtype="bf16", **options), extra=extra)
-                for extra in (0, 1, 2)
+                for extra in (0, 2)
             ]
         config = configuration(stage=stage, dtype="bf16")
         result[f"not dropped, ZeRO-{stage}"] = {
@@ -577,8 +577,11 @@ def program_gradients(result):
                 )
                 for engine in (True, False)
             ]
-            for counts in ((1, 3, 1, 2), (3, 1, 2))
-            for options in ({}, {"data_types": FP32_SUMS})
+            for counts, options in (
+                ((1, 3, 1, 2), {}),
+                ((3, 1, 2), {}),
+                ((1, 3, 1, 2), {"data_types": FP32_SUMS}),
+            )
         }
         result[f"skipped, ZeRO-{stage}"] = skipped(stage)
         result[f"undropped, ZeRO-{stage}"] = undropped(stage)

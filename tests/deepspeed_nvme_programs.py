@@ -24,7 +24,8 @@ from insides import core_of_partitions, partitions_of, swapped_of_zero
 
 STEPS = 3
 WIDTH = 64
-STAGES = (1, 2, 3)
+# ZeRO-1 has the volume of ZeRO-2: it is among the paths.
+STAGES = (2, 3)
 # What the volume takes at least, with no room for the state of a chunk beside it.
 BUFFERS_BYTES = 1_800_000
 

@@ -39,7 +39,8 @@ def test_every_eighth_step_is_committed_and_the_first(tmp_path):
     assert found == [0, *[1] * 7, *[8] * 8, 16, 16]
 
 
-@pytest.mark.parametrize(("dtype", "moments"), LAYOUTS, ids=LAYOUT_IDS)
+# Each dtype and each codec once.
+@pytest.mark.parametrize(("dtype", "moments"), LAYOUTS[::4], ids=LAYOUT_IDS[::4])
 def test_the_end_of_the_optimizer_commits_its_last_step(tmp_path, dtype, moments, caplog):
     options = {"moments": moments, "clip_norm": 1.0, "commit_interval": 8}
     (net, optimizer), theirs = pair(tmp_path, dtype, name="run", **options)
