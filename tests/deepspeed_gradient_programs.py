@@ -13,7 +13,7 @@ from deepspeed_engines import (
     vectors,
 )
 from deepspeed_paths import Forked, uneven
-from insides import partitions_of
+from insides import partitions_of, release_of_sums
 
 FP32_SUMS = {"grad_accum_dtype": "fp32"}
 LEFT_OUT = {
@@ -397,7 +397,7 @@ def interrupted(stage, *, is_interrupted):
         ),
     )
     optimizer = engine.optimizer
-    release, step = optimizer._release_sums, optimizer.step
+    release, step = getattr(*release_of_sums(optimizer)), optimizer.step
     left = [KeyboardInterrupt] if is_interrupted else []
 
     def interrupted_release():
@@ -412,7 +412,8 @@ def interrupted(stage, *, is_interrupted):
         except KeyboardInterrupt:
             return None
 
-    optimizer._release_sums, optimizer.step = interrupted_release, caught_step
+    setattr(*release_of_sums(optimizer), interrupted_release)
+    optimizer.step = caught_step
     losses = train(engine, vectors(9), squared)
     assert not left
     found = losses, partitions(engine)
@@ -437,7 +438,7 @@ def interrupted_twice(stage, where):
     stepping = partitions_of(optimizer)
     train(engine, vectors(2 * count), squared)
 
-    first = (optimizer, "_release_sums") if sums else (stepping.gradients, "norm")
+    first = release_of_sums(optimizer) if sums else (stepping.gradients, "norm")
     raise_once(*first, KeyboardInterrupt())
     raise_once(stepping, "settle", KeyboardInterrupt())
     said = ""

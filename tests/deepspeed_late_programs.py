@@ -11,7 +11,13 @@ import torch
 from deepspeed_engines import configuration, initialize, perceptron, squared, train, vectors
 from deepspeed_offload_param_programs import offloaded, weights
 from deepspeed_weight_programs import saved
-from insides import core_of_partitions, make_partitions_late, partitions_of
+from insides import (
+    begin_of_writes,
+    core_of_partitions,
+    make_partitions_late,
+    partitions_of,
+    writes_under_way,
+)
 from late_engine import GATHERS, SECONDS_MAX, late_ranks
 
 STEPS = 3
@@ -495,11 +501,10 @@ class LeftError(Exception):
 def left(name):
     """What a run says in which ranks raise before they submit a step: all, twice, and then one."""
     import pytest
-    from stepwell.access import writes
     from stepwell.deepspeed.zero.operands import Operands
 
     engine, rank = initialize(deep(), RANKS[name]("module")), torch.distributed.get_rank()
-    bias, begin = engine.module[2][0].bias, writes._begin
+    bias, begin = engine.module[2][0].bias, getattr(*begin_of_writes())
 
     def leave(*_):
         raise LeftError("no memory")
@@ -508,7 +513,7 @@ def left(name):
         begin(tensor)
         leave()
 
-    of, protect = (Operands, "of", leave), (writes, "_begin", begin_and_leave)
+    of, protect = (Operands, "of", leave), (*begin_of_writes(), begin_and_leave)
     found = []
     cases = [((), of), ((0, 1), of), ((0, 1), protect), ((), of), ((1,), of)]
     for step, (raising, place) in enumerate(cases):
@@ -522,7 +527,7 @@ def left(name):
                 found.append(f"{type(error).__name__}: {error}")
             if place is protect:
                 # Nothing is left with the class that waits.
-                assert not partitions_of(engine.optimizer)._writes
+                assert not writes_under_way(partitions_of(engine.optimizer))
     with pytest.raises(OSError, match="hint"):
         partitions_of(engine.optimizer).finish()
     return found
@@ -601,13 +606,12 @@ def left_alone(name, gate):
 def unguarded():
     """Losses of late runs in which partitions, or what is gathered, are not waited for."""
     import pytest
-    from stepwell.access import writes
     from stepwell.offload.gathering import Gatherer
 
     found = {}
     # Where nothing else begins the step.
     for name, owner, method in (
-        ("nothing persistent", writes, "_begin"),
+        ("nothing persistent", *begin_of_writes()),
         ("ZeRO-3", Gatherer, "wait"),
         ("ZeRO-2", Gatherer, "wait"),
     ):

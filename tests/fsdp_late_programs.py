@@ -15,10 +15,9 @@ import pytest
 import stepwell
 import torch
 import torch.distributed as dist
-from insides import is_any_under_way, make_in_time, make_late
+from insides import begin_of_writes, is_any_under_way, make_in_time, make_late
 from late_engine import LateEngine
 from optim_cases import bits
-from stepwell.access import writes
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -264,7 +263,7 @@ def tensors_that_are_placed_wait():
 
 def the_tests_would_notice():
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(writes, "_begin", lambda _: None)
+        patched.setattr(*begin_of_writes(), lambda _: None)
         for make in MODELS.values():
             assert run(make, "module")[0] != run(make, "step")[0]
 
@@ -317,7 +316,7 @@ def interrupted_before_a_step():
         net, optimizer, _ = started(deep, "module")
         backward(net, 1)
         if at is not None:
-            begin, calls = writes._begin, itertools.count()
+            begin, calls = getattr(*begin_of_writes()), itertools.count()
 
             def interrupted(tensor, *, begin=begin, calls=calls, at=at):
                 begin(tensor)
@@ -325,7 +324,7 @@ def interrupted_before_a_step():
                     raise KeyboardInterrupt
 
             with pytest.MonkeyPatch.context() as patched:
-                patched.setattr(writes, "_begin", interrupted)
+                patched.setattr(*begin_of_writes(), interrupted)
                 with pytest.raises(KeyboardInterrupt):
                     optimizer.step()
             for param in net.parameters():

@@ -99,6 +99,32 @@ def sharding_of(optimizer):
     return optimizer._sharding
 
 
+# ---- what tests replace: an object, and the name of what it has ----
+
+
+def begin_of_writes():
+    """What gives a tensor the class that waits."""
+    # Some programs that import this file are to import nothing of Stepwell yet.
+    from stepwell.access import writes
+
+    return writes, "_begin"
+
+
+def lane_of(gradients):
+    """The way down of the gradients of partitions."""
+    return gradients, "_lane"
+
+
+def release_of_sums(zero):
+    """What frees the sums of a step that was taken."""
+    return zero, "_release_sums"
+
+
+def prefetch_of(fetcher):
+    """What fetches ahead."""
+    return fetcher, "_prefetch"
+
+
 # ---- of ZeRO ----
 
 
@@ -115,6 +141,11 @@ def swapped_of_zero(zero):
 def is_on_device(zero, param):
     """Whether the device steps it, under Twin-Flow."""
     return zero._fragment(param).group in zero._share
+
+
+def writes_under_way(partitions):
+    """Weights in host memory whose uses wait."""
+    return partitions._writes
 
 
 def device_sums(partitions):

@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 import torch
-from insides import core_of_partitions, make_partitions_late
+from insides import core_of_partitions, lane_of, make_partitions_late
 from partition_cases import BF16, FP32, PRECISE, Steps, full, opened, partition
 from stepwell.deepspeed.zero import gradients as gradients_module
 from stepwell.deepspeed.zero import partitions as partitions_module
@@ -63,11 +63,12 @@ def test_a_copy_that_cannot_be_launched_fails_where_ranks_are_told():
             return getattr(lane, name)
 
     gradients.collect(Fragment(0, 0, 4), full(4, 1.0), is_owned=False, is_last=True)
-    lane, gradients._lane = gradients._lane, Lane()
+    lane = getattr(*lane_of(gradients))
+    setattr(*lane_of(gradients), Lane())
     assert gradients.norm(float) == 2.0
     with pytest.raises(OSError, match="the device has failed"):
         steps.take()
-    gradients._lane = lane
+    setattr(*lane_of(gradients), lane)
 
 
 @pytest.mark.parametrize("name", ["norm_of", "copy"])
@@ -76,7 +77,7 @@ def test_ctrl_c_in_a_norm_of_the_program_s_leaves_no_norm_without_a_gradient(mon
     partitions = opened(*made)
     gradients, steps = partitions.gradients, Steps(partitions, made)
     gradients.collect(Fragment(0, 0, 4), full(4, 1.0), is_owned=False, is_last=False)
-    owner = gradients_module if name == "norm_of" else gradients._lane
+    owner = gradients_module if name == "norm_of" else getattr(*lane_of(gradients))
 
     def interrupt(*_):
         raise KeyboardInterrupt
