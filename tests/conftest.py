@@ -56,7 +56,12 @@ def pytest_runtest_setup(item):
             pytest.skip(reason)
 
 
+# Files are dealt out in their order. One that takes long has the other process wait at the end.
+LONG_FILES = {"test_optim_programs.py", "test_package.py", "test_store_machine.py"}
+
+
 def pytest_collection_modifyitems(config, items):
+    items.sort(key=lambda item: item.path.name not in LONG_FILES)
     if PATIENCE != 1:
         for item in items:
             marker = item.get_closest_marker("timeout")

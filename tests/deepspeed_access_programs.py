@@ -15,6 +15,7 @@ from deepspeed_engines import (
     train,
     vectors,
 )
+from insides import partitions_of
 
 PRECISE = 1.0009765625
 """Not a bf16 number."""
@@ -293,7 +294,7 @@ def timed():
         )
         engine.backward(squared(engine, next(vectors(1, first=1))))
         engine.step()
-        busy = engine.optimizer._partitions._engine.busy
+        busy = partitions_of(engine.optimizer).is_busy
         found.append((engine.stepwell_plan.gate, busy, logged, engine.optimizer.timing["step"]))
         engine.destroy()
     return found
@@ -311,7 +312,7 @@ def claims_ended():
     found = []
     for stage in (1, 2, 3):
         engine = initialize(perceptron(), configuration(stage=stage, dtype="bf16"))
-        engine.optimizer._partitions.claim = claim = Claim()
+        partitions_of(engine.optimizer).claim = claim = Claim()
         engine.destroy()
         found.append(claim.has_ended)
     return found

@@ -4,6 +4,7 @@ Configurations, tiny models, training, and what the optimizer holds.
 """
 
 import functools
+import gc
 import logging
 
 import torch
@@ -82,9 +83,12 @@ def initialize(model, config, **more):
     import cpuinfo
     import deepspeed
 
-    # DeepSpeedCPUAdam asks each time, which runs programs.
     if not hasattr(cpuinfo.get_cpu_info, "cache_info"):
+        # DeepSpeedCPUAdam asks each time, which runs programs.
         cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
+        # ZeRO-3 collects garbage for each engine. What has been imported is left out.
+        gc.collect()
+        gc.freeze()
 
     return deepspeed.initialize(
         model=model, model_parameters=list(model.parameters()), config=config, **more

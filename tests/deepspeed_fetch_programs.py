@@ -13,6 +13,7 @@ from unittest import mock
 import torch
 from deepspeed_engines import initialize, vectors
 from deepspeed_offload_param_programs import Adapted, offloaded, weights
+from insides import num_elements_ahead, num_elements_live, partitions_of
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -432,7 +433,7 @@ def waits_after_a_step():
             engine.backward(loss_of(engine, batch))
             engine.step()
             deadline = time.monotonic() + 30
-            while engine.optimizer._partitions.is_busy:
+            while partitions_of(engine.optimizer).is_busy:
                 assert time.monotonic() < deadline
             waits.clear()
             written = [
@@ -489,8 +490,8 @@ def counted():
     loss_of(engine, batch)
     engine.optimizer._partition_all_parameters()
     found = {
-        "live": fetcher._live_numel,
-        "ahead": fetcher._ahead_numel,
+        "live": num_elements_live(fetcher),
+        "ahead": num_elements_ahead(fetcher),
         "depth": len(parameter_offload.FWD_MODULE_STACK) - depth,
         "class": type(fetcher).__name__,
         "plan": engine.stepwell_plan.fetch,

@@ -21,6 +21,7 @@ from deepspeed_fetch_programs import (
     write,
 )
 from deepspeed_offload_param_programs import weights
+from insides import num_elements_ahead, prefetch_of
 
 MODELS = (Checkpointed, AdaptedAgain, Reaching, Leafy)
 
@@ -143,13 +144,13 @@ def ahead(rank):
     engine = initialize(Model(), offloaded(gradient_accumulation_steps=2))
     coordinator = engine.optimizer._get_param_coordinator()
     found = {True: [], False: []}
-    prefetch = coordinator._prefetch
+    prefetch = getattr(*prefetch_of(coordinator))
 
     def prefetching():
         prefetch()
-        found[coordinator.is_behind_step].append(coordinator._ahead_numel)
+        found[coordinator.is_behind_step].append(num_elements_ahead(coordinator))
 
-    coordinator._prefetch = prefetching
+    setattr(*prefetch_of(coordinator), prefetching)
     for batch in vectors(6, rank=rank):
         engine.backward(loss_of(engine, batch))
         engine.step()

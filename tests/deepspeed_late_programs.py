@@ -11,7 +11,14 @@ import torch
 from deepspeed_engines import configuration, initialize, perceptron, squared, train, vectors
 from deepspeed_offload_param_programs import offloaded, weights
 from deepspeed_weight_programs import saved
-from late_engine import GATHERS, SECONDS_MAX, LateEngine, late_ranks
+from insides import (
+    begin_of_writes,
+    core_of_partitions,
+    make_partitions_late,
+    partitions_of,
+    writes_under_way,
+)
+from late_engine import GATHERS, SECONDS_MAX, late_ranks
 
 STEPS = 3
 
@@ -25,9 +32,7 @@ def large(seed=0):
 
 
 def make_late(engine):
-    partitions = engine.optimizer._partitions
-    partitions._engine = LateEngine(partitions._engine)
-    return partitions._engine
+    return make_partitions_late(partitions_of(engine.optimizer))
 
 
 def trained_late(config, *, model=perceptron, is_late=True, steps=STEPS):
@@ -102,7 +107,7 @@ def read(result, name, config, **options):
         result[name][reader] = found.detach().clone(), was_late
         if late is not None and late.is_late:
             # It has read what is old.
-            engine.optimizer._partitions.finish()
+            partitions_of(engine.optimizer).finish()
         engine.destroy()
 
 
@@ -142,7 +147,7 @@ def prefetches(result):
     engine, late, _ = trained_late(config)
     squared(engine, next(vectors(1, first=90)))
     # The forward has waited for the weights, and the step may end a little later.
-    engine.optimizer._partitions.finish()
+    partitions_of(engine.optimizer).finish()
     coordinator = engine.optimizer._get_param_coordinator()
     size = coordinator._PartitionedParameterCoordinator__prefetch_bucket_sz
     # What DeepSpeed asks: whether there is one, and which is less.
@@ -431,7 +436,7 @@ def rank_run(result, name, gate, *, looks_alone=True):
     others = threading.enumerate()
     engine = initialize(deep(), config)
     rank, zero = torch.distributed.get_rank(), engine.optimizer
-    late = zero._partitions._engine if gate == "module" else None
+    late = core_of_partitions(partitions_of(zero)) if gate == "module" else None
     weight, bias = engine.module[2][0].weight, engine.module[2][0].bias
     zero.module_of_test = engine.module
     looks = dict(ALONE if config["zero_optimization"]["stage"] == 3 else BELOW)
@@ -482,9 +487,9 @@ def program_late_ranks(result):
             name: refused(RANKS[name](gate)) for name in ("ZeRO-2", "ZeRO-3")
         }
     result["refused", "zenflow"] = refused(configuration(dtype="bf16", zero={"zenflow": ZENFLOW}))
+    # The ranks agree on it before the gate matters.
     result["failed behind the first sum"] = {
-        (gate, name): refused(RANKS[name](gate), is_behind_first_sum=True)
-        for gate in ("module", "step")
+        name: refused(RANKS[name]("module"), is_behind_first_sum=True)
         for name in ("ZeRO-2", "ZeRO-3")
     }
 
@@ -496,11 +501,10 @@ class LeftError(Exception):
 def left(name):
     """What a run says in which ranks raise before they submit a step: all, twice, and then one."""
     import pytest
-    from stepwell.access import writes
     from stepwell.deepspeed.zero.operands import Operands
 
     engine, rank = initialize(deep(), RANKS[name]("module")), torch.distributed.get_rank()
-    bias, begin = engine.module[2][0].bias, writes._begin
+    bias, begin = engine.module[2][0].bias, getattr(*begin_of_writes())
 
     def leave(*_):
         raise LeftError("no memory")
@@ -509,7 +513,7 @@ def left(name):
         begin(tensor)
         leave()
 
-    of, protect = (Operands, "of", leave), (writes, "_begin", begin_and_leave)
+    of, protect = (Operands, "of", leave), (*begin_of_writes(), begin_and_leave)
     found = []
     cases = [((), of), ((0, 1), of), ((0, 1), protect), ((), of), ((1,), of)]
     for step, (raising, place) in enumerate(cases):
@@ -523,9 +527,9 @@ def left(name):
                 found.append(f"{type(error).__name__}: {error}")
             if place is protect:
                 # Nothing is left with the class that waits.
-                assert not engine.optimizer._partitions._writes
+                assert not writes_under_way(partitions_of(engine.optimizer))
     with pytest.raises(OSError, match="hint"):
-        engine.optimizer._partitions.finish()
+        partitions_of(engine.optimizer).finish()
     return found
 
 
@@ -551,7 +555,7 @@ def refused(config, *, is_behind_first_sum=False):
         engine, rank = initialize(deep(), config), torch.distributed.get_rank()
         train(engine, vectors(2, rank=rank), squared)
         if refusing:
-            gradients = engine.optimizer._partitions.gradients
+            gradients = partitions_of(engine.optimizer).gradients
             with pytest.MonkeyPatch.context() as patched:
                 if rank in refusing:
 
@@ -602,13 +606,12 @@ def left_alone(name, gate):
 def unguarded():
     """Losses of late runs in which partitions, or what is gathered, are not waited for."""
     import pytest
-    from stepwell.access import writes
     from stepwell.offload.gathering import Gatherer
 
     found = {}
     # Where nothing else begins the step.
     for name, owner, method in (
-        ("nothing persistent", writes, "_begin"),
+        ("nothing persistent", *begin_of_writes()),
         ("ZeRO-3", Gatherer, "wait"),
         ("ZeRO-2", Gatherer, "wait"),
     ):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from deepspeed_engines import configuration, initialize, squared, train
 from deepspeed_nvme_programs import on_volume
+from insides import partitions_of
 
 WIDTH, LAYERS = 2048, 4
 NUMEL = WIDTH * WIDTH * LAYERS
@@ -77,7 +78,7 @@ def program_nvme_export(result, *, folder):
     engine = initialize(model(), config)
     result["tier"] = engine.stepwell_plan.tier
     train(engine, vectors(1), squared)
-    engine.optimizer._partitions.finish()
+    partitions_of(engine.optimizer).finish()
 
     with memory_left(LEFT_BYTES):
         engine.save_checkpoint(str(saved))

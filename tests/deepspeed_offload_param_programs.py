@@ -19,6 +19,7 @@ from deepspeed_engines import (
     vectors,
 )
 from deepspeed_paths import grown, poisoned, wide
+from insides import partitions_of
 
 STEPS = 4
 
@@ -263,11 +264,11 @@ def memory(result):
     train(engine, vectors(1), squared)
     zero = engine.optimizer
     state = [zero.optimizer.state[flat] for flat in zero.fp32_partitioned_groups_flat]
-    partitions_of = zero._partitions
-    twins = partitions_of.twins
+    stepping = partitions_of(zero)
+    twins = stepping.twins
     held = [
         *zero.fp32_partitioned_groups_flat,
-        *partitions_of.gradients.grads,
+        *stepping.gradients.grads,
         *twins,
         *(each[name] for each in state for name in ("exp_avg", "exp_avg_sq")),
     ]
@@ -282,8 +283,8 @@ def memory(result):
         ),
         "uploaded": zero.timing["bytes_uploaded"],
     }
-    grads = [weakref.ref(grad) for grad in partitions_of.gradients.grads]
-    del partitions_of, held, twins, state
+    grads = [weakref.ref(grad) for grad in stepping.gradients.grads]
+    del stepping, held, twins, state
     engine.destroy()
     gc.collect()
     result["memory"]["freed"] = [grad() is None for grad in grads]

@@ -20,6 +20,7 @@ from deepspeed_engines import (
     vectors,
 )
 from deepspeed_paths import STEPS, autocast, both, grown, poisoned, uneven, wide, with_experts
+from insides import device_sums, partitions_of
 
 
 def paths(result):
@@ -99,7 +100,7 @@ def held(place, stage):
     counts = []
     for batch in vectors(3):
         engine.backward(squared(engine, batch))
-        sums = engine.optimizer._partitions.gradients._sums.values()
+        sums = device_sums(partitions_of(engine.optimizer))
         grads = (param.grad for param in engine.module.parameters())
         counts.append(sum(each.numel() for each in (*sums, *grads) if each is not None))
         engine.step()

@@ -89,7 +89,7 @@ def run(program, tmp_path, *, timeout, ranks=1, environment=None, **options):
             }
         )
     on_cpu = variables["DS_ACCELERATOR"] == "cpu"
-    imports = fork_server.IMPORTED_BY_DEEPSPEED if on_cpu else ("torch",)
+    imports = fork_server.IMPORTED_BY_DEEPSPEED if on_cpu else None
     codes = fork_server.run(processes, imports=imports, timeout=timeout)
     printed = "\n".join(Path(process["output"]).read_text() for process in processes)
     assert codes == [0] * ranks, f"exit codes {codes}: {printed[-8000:]}"

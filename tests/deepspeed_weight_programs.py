@@ -165,9 +165,8 @@ def program_defaults(result):
     import stepwell.deepspeed
 
     stepwell.deepspeed.register()
-    for stage in (2, 3):
-        for moments in ("fp32", "q8"):
-            block = {"moments": moments}
-            result[stage, moments] = [
-                defaults(stage, {**block, "engine": engine}) for engine in (True, False)
-            ]
+    for stage, moments in ((2, "q8"), (3, "fp32")):
+        block = {"moments": moments}
+        result[stage, moments] = [
+            defaults(stage, {**block, "engine": engine}) for engine in (True, False)
+        ]

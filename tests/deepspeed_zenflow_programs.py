@@ -24,6 +24,7 @@ from deepspeed_engines import (
     vectors,
 )
 from fork_server import PATIENCE
+from insides import core_of_partitions, partitions_of
 
 ZENFLOW = {
     "topk_ratio": 0.1,
@@ -154,12 +155,12 @@ def program_zenflow_on_engine(result):
     # Every look sees all updates.
     weights = [param.detach().clone() for param in engine.module.parameters()]
     result["weights"], result["expected weights"] = weights, [*model.parameters()]
-    result["exact after a look"] = engine.optimizer._partitions.is_settled
+    result["exact after a look"] = partitions_of(engine.optimizer).is_settled
     train(engine, vectors(3, first=STEPS), squared)
-    result["late"] = not engine.optimizer._partitions.is_landed
+    result["late"] = not partitions_of(engine.optimizer).is_landed
     looked = safe_get_full_fp32_param(engine.module[0].weight)
     result["master"] = torch.equal(looked, engine.module[0].weight.detach())
-    result["late after a look"] = not engine.optimizer._partitions.is_landed
+    result["late after a look"] = not partitions_of(engine.optimizer).is_landed
 
     # Gradients can be read before the step.
     loss = squared(engine, next(vectors(1, first=50)))
@@ -220,12 +221,12 @@ def program_zenflow_saves(result, folder, stage=2):
 
     engine = initialize(perceptron(), config)
     trained(engine, 0, SAVED_AT)
-    result["late before"] = not engine.optimizer._partitions.is_landed
+    result["late before"] = not partitions_of(engine.optimizer).is_landed
     engine.save_checkpoint(folder)
     saved = partitions(engine)
     weights = [param.detach().clone() for param in engine.module.parameters()]
     losses = trained(engine, SAVED_AT, LAST)
-    result["late"] = not engine.optimizer._partitions.is_landed
+    result["late"] = not partitions_of(engine.optimizer).is_landed
     result["went on"] = saved, weights, losses, partitions(engine)
     engine.module.state_dict()
     engine.eval()
@@ -300,7 +301,7 @@ def wide(seed=0):
 def save(engine, folder):
     """Trains, and saves. Returns whether weights were late until then."""
     train(engine, vectors(SAVED_AT), squared)
-    is_late = not engine.optimizer._partitions.is_landed
+    is_late = not partitions_of(engine.optimizer).is_landed
     engine.save_checkpoint(folder)
     return is_late
 
@@ -322,14 +323,14 @@ def train_and_tell(folder):
     engine = initialize(wide(), saving_configuration(2))
     save(engine, folder)
     print("saved", flush=True)
-    deferred = engine.optimizer._partitions
+    deferred = partitions_of(engine.optimizer)
     for step in itertools.count(SAVED_AT):
         assert step < STEPS_MAX
         train(engine, vectors(1, first=step), squared)
         # Behind some turns.
-        if step > SAVED_AT + 3 and deferred.has_pending() and deferred._core.busy:
+        if step > SAVED_AT + 3 and deferred.has_pending() and core_of_partitions(deferred).busy:
             print("turn begins", flush=True)
-            while deferred._core.busy:
+            while core_of_partitions(deferred).busy:
                 os.sched_yield()
             print("turn ends", flush=True)
 

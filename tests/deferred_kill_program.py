@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import torch
+from insides import num_pending
 from stepwell import Deferred, OffloadAdamW
 from torch import nn
 
@@ -73,9 +74,7 @@ def main(folder: Path, last: int, lines: TextIO, deferred: dict[str, Any], **opt
         # It is no look at a weight.
         losses.append(loss.item())
         optimizer.zero_grad()
-        engine = optimizer._engine
-        assert engine is not None
-        print(step, int(engine.has_pending()), file=lines, flush=True)
+        print(step, int(num_pending(optimizer) > 0), file=lines, flush=True)
         if step % SAVE_STEPS == 0:
             save(saved, model, optimizer, step, losses)
     if lines.name != os.devnull:

@@ -8,6 +8,7 @@ A module that a test is about is not among those that the server imports.
 """
 
 import atexit
+import contextlib
 import functools
 import gc
 import importlib
@@ -22,16 +23,28 @@ import sys
 import tempfile
 import time
 import types
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 PATIENCE = float(os.environ.get("STEPWELL_TEST_PATIENCE", "1"))
 """How many times longer than usual tests may take: for machines that have other work, too."""
 
-IMPORTED_BY_DEEPSPEED = ("torch", "torch._dynamo", "torch._inductor.compile_fx")
+# An optimizer imports the second one.
+_IMPORTED = ("torch", "torch._dynamo")
+
+IMPORTED_BY_DEEPSPEED = (*_IMPORTED, "torch._inductor.compile_fx")
 """It asks what GPUs there are, which initialises CUDA. What has done that cannot be forked."""
 
 
-def python(*arguments, cwd=None, environment=None, timeout, imports=("torch",)):
+@functools.cache
+def usual_imports():
+    """What most programs import: one server is there for all of them, where there is no GPU."""
+    import torch
+
+    return _IMPORTED if torch.cuda.device_count() else IMPORTED_BY_DEEPSPEED
+
+
+def python(*arguments, cwd=None, environment=None, timeout, imports=None):
     """As `subprocess.run([sys.executable, *arguments], capture_output=True)`, with its result.
 
     Args:
@@ -39,7 +52,7 @@ def python(*arguments, cwd=None, environment=None, timeout, imports=("torch",)):
         cwd: where it runs; None: here.
         environment: variables beside those of this process.
         timeout: in seconds, times `PATIENCE`. A process that takes longer is killed.
-        imports: modules that are there already.
+        imports: modules that are there already; None: `usual_imports`.
     """
     with tempfile.TemporaryDirectory() as folder:
         process = {
@@ -55,13 +68,33 @@ def python(*arguments, cwd=None, environment=None, timeout, imports=("torch",)):
     return subprocess.CompletedProcess(arguments, code, output, errors)
 
 
-def run(processes, *, imports, timeout):
+@contextlib.contextmanager
+def telling(told, *arguments, timeout):
+    """A program that runs meanwhile: a future of what `python` returns, and the lines it tells.
+
+    Args:
+        told: a path, where a pipe is made for the program, which opens it and writes to it.
+        arguments: with `timeout` as `python` has them.
+    """
+    os.mkfifo(told)
+    reader = os.open(told, os.O_RDONLY | os.O_NONBLOCK)
+    with ThreadPoolExecutor(1) as executor, open(reader) as lines:  # noqa: PTH123  # it is open
+        job = executor.submit(python, *arguments, timeout=timeout)
+        # Until the program has opened it, or ended. Then its lines end where the program does.
+        while not job.done() and not select.select([lines], [], [], 0.1)[0]:
+            pass
+        os.set_blocking(reader, True)
+        yield job, lines
+    Path(told).unlink()
+
+
+def run(processes, *, imports=None, timeout):
     """Runs processes side by side, and returns their exit codes.
 
     Each is a dict with `arguments`, `cwd`, `environment` (all variables), and the names of the
     files for `output` and `errors`, which may be one.
     """
-    process = server(*imports)
+    process = server(*(usual_imports() if imports is None else imports))
     try:
         request = {"processes": processes, "timeout": timeout * PATIENCE}
         process.stdin.write(json.dumps(request) + "\n")

@@ -10,13 +10,14 @@ import itertools
 import os
 import pickle
 
+import insides
 import pytest
 import stepwell
 import torch
 import torch.distributed as dist
+from insides import begin_of_writes, is_any_under_way, make_in_time, make_late
 from late_engine import LateEngine
 from optim_cases import bits
-from stepwell.access import writes
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -95,13 +96,6 @@ def backward(net, step):
     return loss.item()
 
 
-def make_late(optimizer):
-    """From now on its steps are late. Forwards have been seen."""
-    engine = optimizer._background.opened()
-    engine._core = LateEngine(engine._core)
-    return engine._core
-
-
 def started(make, gate, **options):
     """A model after its first step, and what makes the following ones late: all but the first."""
     net = make()
@@ -131,7 +125,7 @@ def run(make, gate, looks=(nothing,) * STEPS, context=contextlib.nullcontext):
             found.append(backward(net, step))
         optimizer.step()
         optimizer.zero_grad()
-        assert late is None or (optimizer._gate.is_open and late.is_late)
+        assert late is None or (insides.forwards_wait(optimizer) and late.is_late)
         found.append(look(net, optimizer))
         assert late is None or late.is_late == (look is nothing), step
     optimizer.synchronize()
@@ -269,7 +263,7 @@ def tensors_that_are_placed_wait():
 
 def the_tests_would_notice():
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(writes, "_begin", lambda _: None)
+        patched.setattr(*begin_of_writes(), lambda _: None)
         for make in MODELS.values():
             assert run(make, "module")[0] != run(make, "step")[0]
 
@@ -286,7 +280,7 @@ class InterruptedOnce(LateEngine):
         if not self.has_raised:
             self.has_raised = True
             raise KeyboardInterrupt
-        return self._waiting("wait", self._engine.wait, *args, **keywords)
+        return self._waiting("wait", self.inner.wait, *args, **keywords)
 
 
 def late_on_one_rank():
@@ -295,12 +289,11 @@ def late_on_one_rank():
     def train(gate):
         net, optimizer, _ = started(deep, gate)
         optimizer.synchronize()
-        engine = optimizer._engine
         found = []
         if gate == "module":
-            engine._core = engine._core._engine
+            make_in_time(optimizer)
             if dist.get_rank():
-                engine._core = InterruptedOnce(engine._core)
+                late = make_late(optimizer, InterruptedOnce)
         for step in range(1, STEPS + 1):
             found.append(backward(net, step))
             optimizer.step()
@@ -308,7 +301,7 @@ def late_on_one_rank():
             if step == 1 and gate == "module" and dist.get_rank():
                 with pytest.raises(KeyboardInterrupt):
                     weight(net).to_local()
-                assert engine._core.is_late
+                assert late.is_late
             found.append(weight(net).full_tensor().tolist())
         optimizer.synchronize()
         return found, [bits(param.detach().to_local()) for param in net.parameters()]
@@ -323,7 +316,7 @@ def interrupted_before_a_step():
         net, optimizer, _ = started(deep, "module")
         backward(net, 1)
         if at is not None:
-            begin, calls = writes._begin, itertools.count()
+            begin, calls = getattr(*begin_of_writes()), itertools.count()
 
             def interrupted(tensor, *, begin=begin, calls=calls, at=at):
                 begin(tensor)
@@ -331,12 +324,12 @@ def interrupted_before_a_step():
                     raise KeyboardInterrupt
 
             with pytest.MonkeyPatch.context() as patched:
-                patched.setattr(writes, "_begin", interrupted)
+                patched.setattr(*begin_of_writes(), interrupted)
                 with pytest.raises(KeyboardInterrupt):
                     optimizer.step()
             for param in net.parameters():
                 param.to_local()
-            assert not optimizer._gate.guard.any_under_way
+            assert not is_any_under_way(optimizer)
             assert all(type(param) is DTensor for param in net.parameters())
         optimizer.step()
         optimizer.synchronize()
@@ -359,7 +352,7 @@ def fails_on_one_rank():
     net, optimizer, _ = started(deep, "module")
     optimizer.synchronize()
     if dist.get_rank():
-        optimizer._engine._core = Failing(optimizer._engine._core._engine)
+        make_late(optimizer, Failing)
     backward(net, 1)
     optimizer.step()
     if dist.get_rank():

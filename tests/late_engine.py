@@ -20,7 +20,8 @@ class LateEngine:
     """
 
     def __init__(self, engine):
-        self._engine = engine
+        self.inner = engine
+        """What takes the steps."""
         self._submission = None
         self._may_gather = threading.Event()
         self.keep_busy = False
@@ -36,7 +37,7 @@ class LateEngine:
     def submit(self, *args, **keywords):
         self._may_gather.clear()
         self.stepped = args[0] if args else []
-        self._submission = functools.partial(self._engine.submit, *args, **keywords)
+        self._submission = functools.partial(self.inner.submit, *args, **keywords)
         self.waits = []
 
     @property
@@ -45,15 +46,15 @@ class LateEngine:
 
     @property
     def _is_held(self):
-        return getattr(self._engine, "is_held", False)
+        return getattr(self.inner, "is_held", False)
 
     @property
     def busy(self):
-        return self.keep_busy or self.is_late or self._engine.busy
+        return self.keep_busy or self.is_late or self.inner.busy
 
     def release(self, **keywords):
         if not self.is_late:
-            self._engine.release(**keywords)
+            self.inner.release(**keywords)
 
     def begin(self):
         """The step begins, if it has not."""
@@ -64,9 +65,9 @@ class LateEngine:
             return
         else:
             self.waits = []
-        if hasattr(self._engine, "let_begin"):
-            self._engine.let_begin()
-        self._engine.release(stream=0)
+        if hasattr(self.inner, "let_begin"):
+            self.inner.let_begin()
+        self.inner.release(stream=0)
 
     def begin_to_gather(self):
         """The step begins, and so does the gathering of its weights."""
@@ -74,7 +75,7 @@ class LateEngine:
         self._may_gather.set()
 
     def __getattr__(self, name):
-        found = getattr(self._engine, name)
+        found = getattr(self.inner, name)
         return functools.partial(self._waiting, name, found) if callable(found) else found
 
     def _waiting(self, name, method, *args, **keywords):

@@ -1,6 +1,6 @@
 """Ranks that run functions for the tests of sharded parameters, and what they shard.
 
-The ranks are started once, since importing torch takes seconds.
+They are forked from a process that has imported torch, which takes seconds.
 """
 
 import faulthandler
@@ -15,8 +15,15 @@ import torch.multiprocessing as mp
 # For a function on all ranks. A collective that a rank does not join fails earlier, by itself.
 RANK_SECONDS_MAX = 90
 COLLECTIVE_SECONDS_MAX = 30
-# Until all ranks have imported torch and found one another.
+# Until torch is imported, and all ranks have found one another.
 START_SECONDS_MAX = 120
+# An optimizer imports the second module. Nothing of Stepwell is among them: tests are about it.
+IMPORTS = [
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+]
 
 
 def _serve(rank, world_size, device, store, tasks, results):
@@ -54,7 +61,8 @@ class Ranks:
         self.starts = 0
 
     def start(self):
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(IMPORTS)
         self.results = context.Queue()
         self.tasks = [context.Queue() for _ in range(self.world_size)]
         self.starts += 1

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from insides import core_of
 from stepwell.offload import gathering
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
@@ -76,7 +77,7 @@ def wrap_core(optimizer, kind):
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(gathering, "_GatherThread", wrapped)
-        optimizer._background.opened()
+        core_of(optimizer)
     return cores[-1]
 
 

@@ -2,7 +2,7 @@
 
 import stepwell
 import torch
-from late_engine import LateEngine
+from insides import make_partitions_late
 from stepwell import _core
 from stepwell.deepspeed.zero.operands import Operands
 from stepwell.deepspeed.zero.partition import Partition
@@ -77,7 +77,7 @@ class Run:
         self.operands.resume(self.partitions.resumed, self.masters)
         self.late = None
         if late:
-            self.late = self.partitions._engine = LateEngine(self.partitions._engine)
+            self.late = make_partitions_late(self.partitions)
 
     def step(self, number, *, before_submit=None):
         """Takes a step of gradients that depend on its number, and does not wait for it."""

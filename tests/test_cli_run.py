@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import fork_server
 import pytest
 
 TIMEOUT = 100  # seconds of one command: several of them import torch and DeepSpeed on few cores
@@ -112,7 +113,10 @@ def test_a_module_sees_what_python_shows_it(tmp_path):
 )
 def test_a_script_ends_as_under_python(tmp_path, ending):
     (tmp_path / "end.py").write_text(f"import sys\n{ending}\n")
-    ours = stepwell("run", "end.py", cwd=tmp_path)
+    # What else is imported for others has something to say in the end.
+    ours = fork_server.python(
+        *("-m", "stepwell", "run", "end.py"), cwd=tmp_path, timeout=TIMEOUT, imports=("torch",)
+    )
     python = execute(sys.executable, "end.py", cwd=tmp_path)
     assert ours.returncode == python.returncode
     assert ours.stderr.splitlines()[-1:] == python.stderr.splitlines()[-1:]

@@ -7,7 +7,7 @@ import weakref
 import pytest
 import stepwell
 import torch
-from late_engine import LateEngine
+from insides import core_of_partitions, make_partitions_late
 from stepwell.deepspeed.zero import deferred_partitions
 from stepwell.deepspeed.zero.deferred_gradients import Source
 from stepwell.deepspeed.zero.deferred_partitions import DeferredPartitions
@@ -61,8 +61,7 @@ class Run:
         )
         self.late = None
         if late:
-            self.late = LateEngine(self.partitions._core)
-            self.partitions._core = self.partitions.gradients._core = self.late
+            self.late = make_partitions_late(self.partitions)
 
     def prepared(self, number, at_once, *, grad_scale=1.0, missing=(), order=(0, 1)):
         """The operands of a step, and the calls that begin it."""
@@ -362,7 +361,11 @@ def test_what_deferred_partitions_announce(weight, is_there, monkeypatch):
     # What is uploaded is pinned; where that is the master it is no more state.
     crossing = twins or masters
     assert numel == 96
-    assert said["crossing"] == memory.pinned + crossing == run.partitions._core.pinned_nbytes
+    assert (
+        said["crossing"]
+        == memory.pinned + crossing
+        == core_of_partitions(run.partitions).pinned_nbytes
+    )
     assert said["state"] == 8 * 96 + (masters if twins else 0)
     # Masters that are there are moved.
     assert said["held"] == (masters if is_there else 0)
@@ -406,7 +409,7 @@ def test_selected_channels_are_stepped_at_once():
     partitions.wait_for_landing()
     timing = partitions.timing()
     assert 0.5 <= timing["selected_share"] <= 1.0
-    assert timing["selected_bytes"] == partitions._selected_bytes > 0
+    assert timing["selected_bytes"] > 0
     # The vector is selected whole.
     vector = list(FRAGMENTS)[1]
     end = vector.begin + vector.numel
@@ -441,9 +444,9 @@ def test_whole_selections_leave_nothing_late():
 def test_what_is_selected_is_chosen_anew_after_a_look():
     run = Run(fraction=0.5)
     run.later(3)
-    assert run.partitions._selector.share > 0
+    assert run.partitions.timing()["selected_share"] > 0
     run.partitions.finish()
-    assert run.partitions._selector.share == 0
+    assert run.partitions.timing()["selected_share"] == 0
     run.later(3, 3)
     run.partitions.finish()
     run.assert_state_is_exact()

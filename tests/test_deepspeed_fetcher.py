@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from insides import num_elements_ahead, num_elements_leaving, num_elements_live
 
 FETCHER = "stepwell.deepspeed.zero.fetcher"
 PARAMETERS = "deepspeed.runtime.zero.partition_parameters"
@@ -216,7 +217,7 @@ def test_so_many_elements_are_copied_ahead(fetching, ahead, copied):
         assert world.there() == [index]
         world.leave(index)
     assert world.copied() == [0, 1, 2, 3]
-    assert world.fetcher._ahead_numel == world.fetcher._live_numel == 0
+    assert num_elements_ahead(world.fetcher) == num_elements_live(world.fetcher) == 0
 
 
 def test_what_is_there_and_what_is_ahead_is_copied_once(fetching):
@@ -299,7 +300,7 @@ def test_what_is_stale_is_copied_again(fetching, change):
     world.enter(0)
     assert world.lane.copied == [[0], [0], [1]]
     assert world.there() == [0]
-    assert world.fetcher._live_numel == 2 * NUMEL
+    assert num_elements_live(world.fetcher) == 2 * NUMEL
 
 
 @pytest.mark.parametrize("has_ended", [False, True])
@@ -333,7 +334,7 @@ def test_what_a_step_may_still_write_is_not_kept_ahead(fetching):
     world.forward(0, 1)
     world.params[0].ds_tensor.__class__ = Stepped
     world.fetcher.reset_step()
-    assert world.fetcher._ahead_numel == world.fetcher._live_numel == NUMEL
+    assert num_elements_ahead(world.fetcher) == num_elements_live(world.fetcher) == NUMEL
     world.params[0].ds_tensor.__class__ = torch.Tensor
     assert world.forward(0, 1) == [[0, 1]]
 
@@ -353,10 +354,10 @@ def test_what_was_ahead_is_dropped_where_a_pass_begins_anew(fetching):
     for _ in range(2):
         world.fetcher.reset_step()
         assert world.lane.copied[-1] == [0, 1]
-        assert world.fetcher._ahead_numel == world.fetcher._live_numel == 2 * NUMEL
+        assert num_elements_ahead(world.fetcher) == num_elements_live(world.fetcher) == 2 * NUMEL
     world.enter(2)
     assert world.there() == [2]
-    assert world.fetcher._live_numel == 3 * NUMEL
+    assert num_elements_live(world.fetcher) == 3 * NUMEL
 
 
 def test_nothing_is_copied_ahead_beyond_what_may_live(fetching):
@@ -384,7 +385,7 @@ def test_memory_that_the_device_reads_counts_as_live(fetching, passed):
         mark.has_passed = True
     world.fetcher.reset_step()
     assert world.lane.copied == ([[0, 1][:passed]] if passed else [])
-    assert world.fetcher._leaving_numel == (2 - passed) * NUMEL
+    assert num_elements_leaving(world.fetcher) == (2 - passed) * NUMEL
 
 
 def test_what_is_needed_waits_for_memory_that_the_device_reads(fetching):
@@ -395,11 +396,11 @@ def test_what_is_needed_waits_for_memory_that_the_device_reads(fetching):
     assert [mark.has_passed for mark in world.lane.marks] == [True, False, False]
     world.enter(0, 1)
     assert all(mark.has_passed for mark in world.lane.marks)
-    assert world.fetcher._leaving_numel == 0
-    assert world.fetcher._live_numel == 2 * NUMEL
+    assert num_elements_leaving(world.fetcher) == 0
+    assert num_elements_live(world.fetcher) == 2 * NUMEL
     world.leave(0, 1)
     assert len(world.lane.marks) == 4
-    assert world.fetcher._leaving_numel == 2 * NUMEL
+    assert num_elements_leaving(world.fetcher) == 2 * NUMEL
 
 
 def test_where_the_device_reads_nothing_nothing_is_leaving(fetching):
@@ -407,7 +408,7 @@ def test_where_the_device_reads_nothing_nothing_is_leaving(fetching):
     world.lane.is_marked = False
     world.enter(0)
     world.leave(0)
-    assert world.fetcher._leaving_numel == len(world.fetcher._leaving) == 0
+    assert num_elements_leaving(world.fetcher) == len(world.fetcher._leaving) == 0
 
 
 def test_a_weight_that_a_program_has_freed_or_gathered(fetching):
@@ -417,13 +418,13 @@ def test_a_weight_that_a_program_has_freed_or_gathered(fetching):
     param.data, param.ds_status = torch.empty(0), world.states.NOT_AVAILABLE
     world.leave(0)
     assert world.lane.freed == world.lane.marks == []
-    assert world.fetcher._live_numel == 0
+    assert num_elements_live(world.fetcher) == 0
     # It was freed in a use of it, and comes again.
     world.enter(0)
     param.data, param.ds_status = torch.empty(0), world.states.NOT_AVAILABLE
     world.enter(0, token="inner")
     assert world.there() == [0]
-    assert world.fetcher._live_numel == NUMEL
+    assert num_elements_live(world.fetcher) == NUMEL
     world.leave(0, token="inner")
     world.leave(0)
     # What a program has gathered is freed as well.
@@ -431,7 +432,7 @@ def test_a_weight_that_a_program_has_freed_or_gathered(fetching):
     world.enter(0)
     world.leave(0)
     assert world.there() == []
-    assert world.fetcher._live_numel == 0
+    assert num_elements_live(world.fetcher) == 0
 
 
 def test_a_weight_that_is_being_gathered_is_refused(fetching):
@@ -510,9 +511,9 @@ def test_an_order_that_ranks_have_parted_from_is_learnt_anew(fetching):
     world = World(fetching, ahead=100, reuse=100)
     world.forward(0, 1, 0)
     world.fetcher.reset_step()
-    assert world.fetcher._live_numel == 2 * NUMEL
+    assert num_elements_live(world.fetcher) == 2 * NUMEL
     world.fetcher.forget_order()
-    assert world.fetcher._live_numel == 0
+    assert num_elements_live(world.fetcher) == 0
     world.fetcher.reset_step()
     assert len(world.lane.copied) == 4
     world.forward(0, 1, 0)
@@ -639,7 +640,7 @@ def test_all_is_freed_whatever_uses_it(fetching):
     world.fetcher.release_and_reset_all(module)
     assert world.there() == []
     assert world.lane.finished == 1
-    assert world.fetcher._live_numel == world.fetcher._ahead_numel == 0
+    assert num_elements_live(world.fetcher) == num_elements_ahead(world.fetcher) == 0
     assert not any(param.ds_active_sub_modules for param in world.params)
     assert world.fetcher.enter_backward(world.modules[2], world.params[2:3], "call")
 

@@ -10,6 +10,7 @@ from concurrent.futures import Future
 
 import pytest
 import torch
+from insides import lane_of
 from stepwell.deepspeed.zero import lanes
 from stepwell.deepspeed.zero.fragment import Fragment
 from stepwell.deepspeed.zero.lanes import ThreadLane
@@ -183,7 +184,7 @@ def partitions(training):
     made = Partitions(
         [Partition(held, weight, torch.bfloat16, 0, False)], device=torch.device("cpu"), threads=1
     )
-    made.gradients._lane = ThreadLane(torch.device("cpu"))
+    setattr(*lane_of(made.gradients), ThreadLane(torch.device("cpu")))
     return made
 
 

@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 import torch
-from late_engine import LateEngine
+from insides import core_of_partitions, lane_of, make_partitions_late
 from partition_cases import BF16, FP32, PRECISE, Steps, full, opened, partition
 from stepwell.deepspeed.zero import gradients as gradients_module
 from stepwell.deepspeed.zero import partitions as partitions_module
@@ -63,11 +63,12 @@ def test_a_copy_that_cannot_be_launched_fails_where_ranks_are_told():
             return getattr(lane, name)
 
     gradients.collect(Fragment(0, 0, 4), full(4, 1.0), is_owned=False, is_last=True)
-    lane, gradients._lane = gradients._lane, Lane()
+    lane = getattr(*lane_of(gradients))
+    setattr(*lane_of(gradients), Lane())
     assert gradients.norm(float) == 2.0
     with pytest.raises(OSError, match="the device has failed"):
         steps.take()
-    gradients._lane = lane
+    setattr(*lane_of(gradients), lane)
 
 
 @pytest.mark.parametrize("name", ["norm_of", "copy"])
@@ -76,7 +77,7 @@ def test_ctrl_c_in_a_norm_of_the_program_s_leaves_no_norm_without_a_gradient(mon
     partitions = opened(*made)
     gradients, steps = partitions.gradients, Steps(partitions, made)
     gradients.collect(Fragment(0, 0, 4), full(4, 1.0), is_owned=False, is_last=False)
-    owner = gradients_module if name == "norm_of" else gradients._lane
+    owner = gradients_module if name == "norm_of" else getattr(*lane_of(gradients))
 
     def interrupt(*_):
         raise KeyboardInterrupt
@@ -96,7 +97,7 @@ def test_what_is_read_elsewhere_is_waited_for_once():
     partitions = opened(*made)
     partitions.are_weights_read_elsewhere = True
     steps, fragment, waits = Steps(partitions, made), Fragment(0, 0, 4), []
-    partitions._engine = noting = LateEngine(partitions._engine)
+    noting = make_partitions_late(partitions)
     synchronize = noting.synchronize
 
     def note(**options):
@@ -116,7 +117,7 @@ def test_behind_a_step_that_was_refused_waits_are_for_the_last_one(monkeypatch):
     made = [partition(4)]
     partitions = opened(*made)
     steps, fragment = Steps(partitions, made), Fragment(0, 0, 4)
-    partitions._engine = late = LateEngine(partitions._engine)
+    late = make_partitions_late(partitions)
 
     def refuse(*_, **__):
         assert partitions.wait([fragment]) is False
@@ -179,7 +180,7 @@ def test_what_is_announced_is_what_is_taken(grad, weight, offloaded, is_pinned, 
     assert said["state"] + said["crossing"] == 96 + sum(taken.values())
     assert said["crossing"] == sum(each.nbytes for each in crossing)
     pinned = sum(each.nbytes for each in own) if is_pinned else 0
-    assert partitions._engine.pinned_nbytes == pinned
+    assert core_of_partitions(partitions).pinned_nbytes == pinned
     # Weights that are offloaded are there already.
     weights = sum(each.weight.nbytes for each in made) if offloaded else 0
     assert said["held"] == weights + 32 * 4

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from late_engine import LateEngine
+from insides import make_partitions_late
 from partition_cases import BF16, FP32, HUGE, PRECISE, Steps, full, opened, partition, stepped
 from stepwell.deepspeed.zero.fragment import Fragment
 
@@ -157,7 +157,7 @@ def test_what_is_set_before_the_first_backward_is_dropped(order, grad, adds_on_h
 def test_a_step_that_is_late_takes_its_own_gradients(what):
     made = [partition(4, grad=FP32)]
     partitions = opened(*made, adds_on_host=what == "summed on the host")
-    partitions._engine = late = LateEngine(partitions._engine)
+    late = make_partitions_late(partitions)
     gradients, fragment, steps = partitions.gradients, Fragment(0, 0, 4), Steps(partitions, made)
     gradients.collect(fragment, full(4, 1.0, FP32), is_owned=False, is_last=True)
     partitions.arrive()

@@ -13,6 +13,7 @@ import pytest
 import torch
 from deepspeed_tensors import HYPER, OPTIMIZER, assert_unchanged, tensors, update
 from interrupts import handler_runs_after
+from optim_ranks import IMPORTS
 from stepwell.deepspeed import spawn
 from stepwell.deepspeed.native import adam, cpu_adam, zenflow
 
@@ -26,6 +27,8 @@ def optimizer():
 
 
 PROCESS_TIMEOUT = 60
+# Processes are forked from one that has imported torch.
+multiprocessing.set_forkserver_preload(IMPORTS)
 
 
 def zenflow_process(groups, control, ready, propagates=False):
@@ -39,12 +42,12 @@ def zenflow_process(groups, control, ready, propagates=False):
     zenflow.zenflow_adam_destroy(handle)
 
 
-def start_zenflow(num_groups=2, submitted=()):
+def start_zenflow(num_groups=2, submitted=(), method="forkserver"):
     """Starts a worker, after `submitted` steps: keywords of `submit`.
 
     It finds them all when it comes up.
     """
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context(method)
     groups = []
     for seed in range(num_groups):
         param, grad, _, _ = tensors(seed=seed)
@@ -153,7 +156,8 @@ def test_zenflow_wait_ends_in_time_and_by_a_signal():
 
 
 def spawn_zenflow_and_wait(pid):
-    process, control, *_ = start_zenflow()
+    # It sees its parent end: this process.
+    process, control, *_ = start_zenflow(method="spawn")
     pid.value = process.pid
     submit(control, 0, 1)
     zenflow.zenflow_adam_wait(control.data_ptr(), PROCESS_TIMEOUT)
@@ -162,7 +166,7 @@ def spawn_zenflow_and_wait(pid):
 
 @pytest.mark.timeout(4 * PROCESS_TIMEOUT)
 def test_zenflow_process_ends_with_a_killed_parent():
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
     pid = context.Value(ctypes.c_int, 0)
     parent = context.Process(target=spawn_zenflow_and_wait, args=(pid,))
     parent.start()

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import stepwell
 import torch
+from insides import engine_of, num_pending, swapped_of, twins_of
 from offload_cases import assert_equal, loss_of, train
 from optim_cases import bits
 from stepwell import _state
@@ -17,19 +18,24 @@ from volume_models import folders, net_of, pinned_bytes
 STEPS = 9
 
 
+def host_bytes_max(net, deferred, host_bytes=2 << 20):
+    """With so much host memory for state, buffers included."""
+    waiting = memory_of(Extents.of(net.parameters()), deferred).pinned
+    # Half of what is pinned without deferral: gradients have memory of their own.
+    return pinned_bytes(net) // 2 + waiting + host_bytes
+
+
 def on_volume(net, tmp_path, deferred, *, host_bytes=2 << 20, **options):
     """An optimizer whose state is on a volume, but for `host_bytes`, buffers included."""
-    waiting = memory_of(Extents.of(net.parameters()), deferred).pinned
     optimizer = stepwell.OffloadAdamW(
         net,
         threads=2,
         deferred=deferred,
-        # Half of what is pinned without deferral: gradients have memory of their own.
-        host_bytes_max=pinned_bytes(net) // 2 + waiting + host_bytes,
+        host_bytes_max=host_bytes_max(net, deferred, host_bytes),
         tier=stepwell.Volume(folders(tmp_path), durability="none"),
         **options,
     )
-    assert optimizer._host.swapped.core is not None
+    assert swapped_of(optimizer).core is not None
     return optimizer
 
 
@@ -59,7 +65,7 @@ def test_a_volume_has_the_bits_of_host_memory(tmp_path, interval, predict, momen
     deferred = stepwell.Deferred(interval=interval, predict=predict)
     one, other = pair(tmp_path, deferred, moments=moments)
     assert_same_forwards(one, other)
-    assert one[1]._engine.has_pending()
+    assert num_pending(one[1])
     assert_equal(one, other)
     # The look has read state into memory: steps go on from there.
     assert_same_forwards(one, other, first=STEPS)
@@ -110,10 +116,10 @@ def test_a_turn_reads_and_writes_its_part_of_the_volume(tmp_path):
         path.mkdir()
         (net, optimizer), _ = pair(path, deferred)
         train(net, optimizer, 9)
-        before = optimizer._host.swapped.core.bytes_moved
+        before = swapped_of(optimizer).core.bytes_moved
         train(net, optimizer, 8, first=9)
-        optimizer._engine._core.finish(stream=0)
-        after = optimizer._host.swapped.core.bytes_moved
+        engine_of(optimizer).finish()
+        after = swapped_of(optimizer).core.bytes_moved
         moved[interval] = [end - begin for begin, end in zip(before, after, strict=True)]
     for each, quarter in zip(moved[1], moved[4], strict=True):
         assert 0 < quarter <= each / 3
@@ -122,7 +128,7 @@ def test_a_turn_reads_and_writes_its_part_of_the_volume(tmp_path):
 def test_a_drive_that_fails_with_updates_pending_ends_every_look(tmp_path):
     (net, optimizer), _ = pair(tmp_path, stepwell.Deferred(interval=4))
     train(net, optimizer, 7)
-    optimizer._engine._core.finish(stream=0)
+    engine_of(optimizer).finish()
     # Its files have no name any more.
     for path in Path("/proc/self/fd").iterdir():
         if path.is_symlink() and str(tmp_path / "drive1") in str(path.readlink()):
@@ -149,7 +155,7 @@ def test_sums_of_several_backwards_are_deferred_as_in_memory(tmp_path):
             for micro in range(2):
                 loss_of(net, 2 * number + micro).backward()
             optimizer.step()
-    assert both[0][1]._engine.has_pending()
+    assert num_pending(both[0][1])
     assert_equal(*both)
 
 
@@ -158,14 +164,12 @@ def test_memory_for_gradients_that_wait_is_not_given_to_state(tmp_path):
     deferred = stepwell.Deferred(interval=4)
     (net, optimizer), _ = pair(tmp_path, deferred)
     train(net, optimizer, 3)
-    twins, swapped = optimizer._twins, optimizer._host.swapped
-    fitting = [
-        state for param, state in optimizer._states.items() if not swapped.is_place(param, state)
-    ]
-    in_memory = sum(_state.nbytes_of(state) for state in fitting)
+    twins, swapped = twins_of(optimizer), swapped_of(optimizer)
+    fitting = [param for param in net.parameters() if param not in swapped]
+    in_memory = sum(_state.nbytes(param, "fp32") for param in fitting)
     waiting = memory_of(Extents.of(net.parameters()), deferred).pinned
     taken = twins.total_nbytes + swapped.memory_bytes + in_memory + waiting
-    assert taken <= optimizer._host._bytes_max
+    assert taken <= host_bytes_max(net, deferred)
 
 
 def test_what_does_not_go_together_is_refused(tmp_path):

@@ -9,6 +9,14 @@ from typing import Any
 import pytest
 import stepwell
 import torch
+from insides import (
+    engine_of,
+    forwards_wait,
+    gate_of,
+    host_weight,
+    is_any_under_way,
+    num_pending,
+)
 from stepwell import Deferred, OffloadAdamW, _core
 from stepwell.access.under_way import without_waiting
 from stepwell.offload import gradients
@@ -72,22 +80,22 @@ def test_gradients_that_do_not_depend_on_weights_are_all_applied(
             param.grad, other.grad = grad.clone(), grad.clone()
         optimizer.step()
         exact.step()
-    assert optimizer._engine is not None and optimizer._engine.pending_params
+    assert num_pending(optimizer)
     if moments == "fp32":
         for param, other in zip(model.parameters(), exact_model.parameters(), strict=True):
             assert torch.equal(param, other)
     counts = [int(state["step"]) for state in optimizer.state.values()]
     assert counts == [7] * len(counts)
-    assert not optimizer._engine.pending_params
+    assert not num_pending(optimizer)
 
 
 def test_forwards_in_training_do_not_wait_for_what_is_deferred() -> None:
     model = model_of()
     optimizer = OffloadAdamW(model, lr=1e-2, deferred=Deferred(interval=4))
     train(model, optimizer, range(4))
-    assert optimizer._engine is not None and optimizer._engine.pending_params
+    assert num_pending(optimizer)
     loss_of(model, 4)
-    assert optimizer._engine.pending_params
+    assert num_pending(optimizer)
 
 
 LOOKS = [
@@ -108,7 +116,7 @@ def test_every_look_sees_all_updates(how: str) -> None:
     model = model_of()
     optimizer = OffloadAdamW(model, lr=1e-2, deferred=Deferred(interval=4))
     train(model, optimizer, range(6))
-    engine = optimizer._engine
+    engine = engine_of(optimizer)
     assert engine is not None and engine.pending_params
     if how == "eval":
         model.eval()
@@ -134,7 +142,7 @@ def test_every_look_sees_all_updates(how: str) -> None:
         copy.deepcopy(model)
     assert not engine.pending_params
     for param in model.parameters():
-        assert torch.equal(param.cpu(), optimizer._twins.weight(param))
+        assert torch.equal(param.cpu(), host_weight(optimizer, param))
 
 
 def test_a_forward_without_gradients_behind_one_with_them_reads_the_same_weights() -> None:
@@ -145,7 +153,7 @@ def test_a_forward_without_gradients_behind_one_with_them_reads_the_same_weights
     loss = loss_of(model, 6)
     with torch.no_grad():
         assert torch.equal(loss_of(model, 6), loss)
-    assert optimizer._engine is not None and optimizer._engine.pending_params
+    assert num_pending(optimizer)
     loss.backward()
 
 
@@ -161,7 +169,7 @@ def test_a_reentrant_checkpoint_is_no_look() -> None:
     optimizer = OffloadAdamW(model, lr=1e-2, deferred=Deferred(interval=4))
     train(model, optimizer, range(6))
     loss_of(model, 6)
-    assert optimizer._engine is not None and optimizer._engine.pending_params
+    assert num_pending(optimizer)
 
 
 def test_autograd_sees_that_a_drain_has_written_weights() -> None:
@@ -179,7 +187,7 @@ def test_every_drain_applies_all_and_holds_nothing() -> None:
     optimizer = OffloadAdamW(model, lr=1e-2, deferred=Deferred(interval=4))
     for step in range(0, 12, 4):
         train(model, optimizer, range(step, step + 4))
-        engine = optimizer._engine
+        engine = engine_of(optimizer)
         assert engine is not None and engine.pending_params and engine.held
         optimizer.drain()
         assert not engine.pending_params and not engine.held
@@ -191,13 +199,13 @@ def test_a_capture_does_not_begin_with_late_weights(monkeypatch: pytest.MonkeyPa
     train(model, optimizer, range(4))
     # It waits for all that has landed.
     loss_of(model, 4)
-    assert optimizer._gate is not None and not optimizer._gate.guard.any_under_way
+    assert not is_any_under_way(optimizer)
     with pytest.raises(ValueError, match=r"hint: optimizer.synchronize\(\) before the capture"):
-        optimizer._gate.capture()
-    assert optimizer._gate.is_open
+        gate_of(optimizer).capture()
+    assert forwards_wait(optimizer)
     optimizer.synchronize()
-    optimizer._gate.capture()
-    assert not optimizer._gate.is_open
+    gate_of(optimizer).capture()
+    assert not forwards_wait(optimizer)
 
 
 def test_a_parameter_that_was_swapped_sees_all_updates() -> None:
@@ -205,12 +213,12 @@ def test_a_parameter_that_was_swapped_sees_all_updates() -> None:
     optimizer = OffloadAdamW(model, lr=1e-2, deferred=Deferred(interval=4))
     train(model, optimizer, range(6))
     optimizer.zero_grad()
-    under_way = next(iter(optimizer._gate.guard._under_way.values()))  # type: ignore[union-attr]
-    other = nn.Parameter(torch.zeros_like(optimizer._twins.weight(under_way)).to(DEVICE))
+    under_way = next(each for each in model.parameters() if type(each) is not nn.Parameter)
+    other = nn.Parameter(torch.zeros_like(host_weight(optimizer, under_way)).to(DEVICE))
     other.__class__ = type(under_way)
     # It has the class of what is under way, and no guard.
     assert torch.equal(other.cpu(), torch.zeros(other.shape, dtype=other.dtype))
-    assert optimizer._engine is not None and not optimizer._engine.pending_params
+    assert not num_pending(optimizer)
 
 
 def test_a_state_dict_in_the_middle_of_a_step_sees_all_updates() -> None:
@@ -218,9 +226,9 @@ def test_a_state_dict_in_the_middle_of_a_step_sees_all_updates() -> None:
     optimizer = OffloadAdamW(model, lr=1e-2, deferred=Deferred(interval=4))
     train(model, optimizer, range(6))
     loss_of(model, 6)
-    assert optimizer._engine is not None and optimizer._engine.pending_params
+    assert num_pending(optimizer)
     model.state_dict()
-    assert not optimizer._engine.pending_params
+    assert not num_pending(optimizer)
 
 
 def test_resuming_has_the_bits_of_going_on_with_a_drain() -> None:
@@ -306,7 +314,7 @@ def test_a_parameter_without_gradients_is_behind_until_its_own_weight_has_landed
     model, deferred = model_of(), Deferred(interval=interval)
     optimizer = OffloadAdamW(model, lr=1e-2, deferred=deferred)
     train(model, optimizer, range(3))
-    first, engine = next(iter(model.parameters())), optimizer._engine
+    first, engine = next(iter(model.parameters())), engine_of(optimizer)
     has_pending, is_written = [], []
     assert engine is not None
     for step in range(3, 6 + 2 * deferred.interval):
@@ -322,7 +330,7 @@ def test_a_parameter_without_gradients_is_behind_until_its_own_weight_has_landed
     # The last of these has landed its own weight.
     assert is_written == [True] * (2 * deferred.interval + 1) + [False] * 2
     with without_waiting():
-        assert torch.equal(first.cpu(), optimizer._twins.weight(first))
+        assert torch.equal(first.cpu(), host_weight(optimizer, first))
 
 
 def test_gradients_that_an_engine_took_which_is_gone_are_taken_again(
@@ -351,8 +359,7 @@ def test_gradients_that_an_engine_took_which_is_gone_are_taken_again(
 
 
 def pending_of(optimizer: OffloadAdamW) -> int:
-    assert optimizer._engine is not None
-    return len(optimizer._engine.pending_params)
+    return num_pending(optimizer)
 
 
 def test_an_optimizer_that_goes_leaves_weights_with_all_updates() -> None:
@@ -387,7 +394,7 @@ def test_a_step_that_applies_nothing_leaves_nothing_pending(nonfinite: Any) -> N
         optimizer.step()
     assert not pending_of(optimizer)
     for param in model.parameters():
-        assert torch.equal(param.cpu(), optimizer._twins.weight(param))
+        assert torch.equal(param.cpu(), host_weight(optimizer, param))
 
 
 def test_evaluation_with_gradients_after_a_forward_in_training_sees_all_updates() -> None:
@@ -447,13 +454,13 @@ def test_writes_through_data_to_frozen_parameters_count() -> None:
     train(model, optimizer, range(4))
     first.requires_grad_(requires_grad=False)
     train(model, optimizer, range(4, 8))
-    engine = optimizer._engine
+    engine = engine_of(optimizer)
     assert engine is not None and engine.is_pending(first)
     train(model, optimizer, range(8, 9))
     assert engine.pending_params and not engine.is_pending(first)
     loss_of(model, 10)
     # What lay ahead along the momentum is the host's own weight by now.
-    assert torch.equal(first.cpu(), optimizer._twins.weight(first))
+    assert torch.equal(first.cpu(), host_weight(optimizer, first))
     for values in (0.5, 0.25):
         loss_of(model, 10)
         first.data.fill_(values)
@@ -477,7 +484,7 @@ def test_what_cannot_be_seen_is_not_deferred(caplog: pytest.LogCaptureFixture) -
     said = [line for line in caplog.messages if "not deferred" in line]
     assert len(said) == 1
     assert "no model is given. hint: OffloadAdamW(model, ...)" in said[0]
-    assert optimizer._engine is not None and not optimizer._engine.pending_params
+    assert not num_pending(optimizer)
 
 
 def test_what_is_compiled_later_is_not_deferred_and_the_warning_says_why(

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import signal
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,9 +32,6 @@ CASES: dict[str, dict[str, Any]] = {
     "q8, interval 2": {"deferred": {"interval": 2}, "moments": "q8"},
 }
 
-# Runs a program, for so many seconds at most. Its first step would import the second module.
-python = partial(fork_server.python, timeout=SECONDS, imports=("torch", "torch._dynamo"))
-
 
 def kill(folder: Path, options: Mapping[str, Any], num_saved: int, more: int) -> None:
     """A program is killed `more` steps behind what it saves at the `num_saved`th time.
@@ -47,14 +41,8 @@ def kill(folder: Path, options: Mapping[str, Any], num_saved: int, more: int) ->
     expected = step_of(folder) + num_saved * SAVE_STEPS + more
     last = expected - more + SAVE_STEPS
     told = folder / "told"
-    os.mkfifo(told)
-    reader = os.open(told, os.O_RDONLY | os.O_NONBLOCK)
-    with ThreadPoolExecutor(1) as executor, open(reader) as lines:  # noqa: PTH123  # it is open
-        job = executor.submit(python, PROGRAM, folder, last, told, json.dumps(options))
-        # Until the program has opened it, or ended. Then its lines end where the program does.
-        while not job.done() and not select.select([lines], [], [], 0.1)[0]:
-            pass
-        os.set_blocking(reader, True)
+    program = PROGRAM, folder, last, told, json.dumps(options)
+    with fork_server.telling(told, *program, timeout=SECONDS) as (job, lines):
         pid = lines.readline()
         assert pid, f"ended with {job.result().returncode}: {job.result().stderr}"
         steps = []
@@ -63,7 +51,6 @@ def kill(folder: Path, options: Mapping[str, Any], num_saved: int, more: int) ->
             if steps[-1][0] == expected:
                 os.kill(int(pid), signal.SIGKILL)
         killed = job.result(SECONDS * PATIENCE)
-    told.unlink()
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert steps[-1][0] >= expected
     # The first step behind what was loaded, or saved, is exact. Others leave updates pending.
@@ -80,7 +67,8 @@ def step_of(folder: Path) -> int:
 
 def trained(folder: Path, options: Mapping[str, Any]) -> dict[str, Any]:
     """What a program of its own has in the end, which goes on from the last checkpoint."""
-    done = python(PROGRAM, folder, LAST, os.devnull, json.dumps(options))
+    program = PROGRAM, folder, LAST, os.devnull, json.dumps(options)
+    done = fork_server.python(*program, timeout=SECONDS)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = torch.load(folder / "end")
     return found

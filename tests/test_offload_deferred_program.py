@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 from fork_server import PATIENCE
+from insides import core_of
 from stepwell import Deferred, OffloadAdamW, _state
 from stepwell.offload.budget import GIB
 from torch import nn
@@ -143,7 +144,6 @@ def test_host_memory_is_announced_as_documented_and_no_more_is_taken(
         optimizer.step()
         optimizer.zero_grad()
     assert optimizer.deferral is not None and optimizer.deferral.oldest_age > 0
-    assert optimizer._engine is not None
-    pinned = optimizer._engine._core.pinned_nbytes
+    pinned = core_of(optimizer).pinned_nbytes
     state = sum(map(_state.nbytes_of, optimizer.state.values()))
     assert 0.9 * announced < pinned + state <= announced

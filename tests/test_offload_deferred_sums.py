@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from insides import engine_of, num_pending
 from selected_models import DTYPES, assert_same, loss_of, model_of, pair
 from stepwell import Deferred
 from stepwell.offload import gradients
@@ -62,7 +63,7 @@ def test_what_is_applied_is_the_sum_of_all_backwards_of_a_step(
             each.step()
             each.zero_grad()
         assert optimizer.grad_norm == exact.grad_norm
-    assert optimizer._engine is not None and optimizer._engine.pending_params
+    assert num_pending(optimizer)
     assert (num_late > 0) == (fraction < 1)
     assert_same((model, optimizer), (exact_model, exact))
 
@@ -85,6 +86,6 @@ def test_everything_selected_is_an_exact_run_of_the_same_sums(
             optimizer.step()
             optimizer.zero_grad()
     assert losses[0] == losses[1]
-    deferring = runs[0][1]._engine
+    deferring = engine_of(runs[0][1])
     assert deferring is not None and deferring.pending_params
     assert_same(*runs)

@@ -13,7 +13,7 @@ import fork_server
 import pytest
 import stepwell
 import torch
-from late_engine import LateEngine
+from insides import background_of, engine_of, make_late
 from offload_cases import (
     WIDTH,
     Net,
@@ -42,13 +42,13 @@ def run_program(program, *arguments):
 
 def interrupt_behind_the_submit(patched, optimizer):
     """Ctrl-C lands when the next step has begun."""
-    submit = optimizer._engine.submit
+    submit = engine_of(optimizer).submit
 
     def interrupted(*args, **options):
         submit(*args, **options)
         raise KeyboardInterrupt
 
-    patched.setattr(optimizer._engine, "submit", interrupted)
+    patched.setattr(engine_of(optimizer), "submit", interrupted)
 
 
 def test_forward_that_raises_between_steps():
@@ -196,12 +196,12 @@ def test_an_interrupt_behind_the_submit_releases_the_gradients(monkeypatch):
         train(*each, 1)
         loss_of(each[0], 1).backward()
     released = []
-    release = optimizer._engine.release
+    release = engine_of(optimizer).release
 
     def interrupt(_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(optimizer._engine, "release", lambda: (released.append(None), release()))
+    monkeypatch.setattr(engine_of(optimizer), "release", lambda: (released.append(None), release()))
     with monkeypatch.context() as patched:
         interrupt_behind_the_submit(patched, optimizer)
         with pytest.raises(KeyboardInterrupt):
@@ -224,11 +224,11 @@ def test_interrupts_in_the_release_do_not_end_it(gives_model, monkeypatch):
         loss_of(net, 1).backward()
     optimizer = ours[1]
     calls, waited = [], []
-    release = optimizer._engine.release
-    wait = optimizer._background.wait_for_weights
+    release = engine_of(optimizer).release
+    wait = background_of(optimizer).wait_for_weights
 
     def interrupted_release():
-        if optimizer._engine.is_released:
+        if engine_of(optimizer).is_released:
             return
         calls.append(None)
         if len(calls) < 4:
@@ -242,12 +242,12 @@ def test_interrupts_in_the_release_do_not_end_it(gives_model, monkeypatch):
         wait()
 
     with monkeypatch.context() as patched:
-        patched.setattr(optimizer._engine, "release", interrupted_release)
-        patched.setattr(optimizer._background, "wait_for_weights", interrupted_wait)
+        patched.setattr(engine_of(optimizer), "release", interrupted_release)
+        patched.setattr(background_of(optimizer), "wait_for_weights", interrupted_wait)
         with pytest.raises(KeyboardInterrupt):
             optimizer.step()
     assert (len(calls), len(waited)) == (4, 3)
-    assert optimizer._background.is_released
+    assert background_of(optimizer).is_released
     theirs[1].step()
     for net, optimizer in (ours, theirs):
         optimizer.zero_grad(set_to_none=False)
@@ -263,19 +263,19 @@ def test_zero_grad_releases_what_an_interrupt_has_left(set_to_none, monkeypatch)
         loss_of(net, 1).backward()
     optimizer = ours[1]
     released = []
-    release = optimizer._engine.release
+    release = engine_of(optimizer).release
 
     def interrupt():
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(optimizer._background, "release", lambda: None)
+        patched.setattr(background_of(optimizer), "release", lambda: None)
         patched.setattr(optimizer, "_leave_step", interrupt)
-        patched.setattr(optimizer._background, "wait_for_weights", interrupt)
+        patched.setattr(background_of(optimizer), "wait_for_weights", interrupt)
         with pytest.raises(KeyboardInterrupt):
             optimizer.step()
-    monkeypatch.setattr(optimizer._engine, "release", lambda: (released.append(None), release()))
-    assert not optimizer._background.is_released
+    monkeypatch.setattr(engine_of(optimizer), "release", lambda: (released.append(None), release()))
+    assert not background_of(optimizer).is_released
     theirs[1].step()
     for _, optimizer in (ours, theirs):
         optimizer.zero_grad(set_to_none=set_to_none)
@@ -293,6 +293,7 @@ def test_an_interrupted_step_waits_for_weights_that_no_forward_waits_for(monkeyp
         loss_of(net, 2).backward()
     net, optimizer = ours
     optimizer.synchronize()
+    make_late(optimizer)
     alias = net[0].weight.data
 
     def interrupt(_):
@@ -303,7 +304,6 @@ def test_an_interrupted_step_waits_for_weights_that_no_forward_waits_for(monkeyp
         with pytest.raises(KeyboardInterrupt):
             optimizer.step()
     theirs[1].step()
-    assert not optimizer._gate._uncovered
     assert torch.equal(bits(alias), bits(theirs[0][0].weight))
     assert_equal(ours, theirs)
 
@@ -317,7 +317,7 @@ def test_a_failure_to_discard_does_not_hide_why_the_step_failed(error, monkeypat
     def fail():
         raise error("the device is gone")
 
-    monkeypatch.setattr(optimizer._engine, "discard", fail)
+    monkeypatch.setattr(engine_of(optimizer), "discard", fail)
     with pytest.raises(ValueError, match="expected a dense tensor"):
         optimizer.step()
 
@@ -329,11 +329,11 @@ def test_weights_are_those_of_the_last_step_after_one_that_was_not_submitted(mon
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(optimizer._engine, "submit", interrupted)
+    monkeypatch.setattr(engine_of(optimizer), "submit", interrupted)
     loss_of(net, 2).backward()
     with pytest.raises(KeyboardInterrupt):
         optimizer.step()
-    assert optimizer._engine.wait(net.parameters())
+    assert engine_of(optimizer).wait(net.parameters())
 
 
 def test_an_interrupt_behind_a_failure_is_raised(monkeypatch):
@@ -341,7 +341,7 @@ def test_an_interrupt_behind_a_failure_is_raised(monkeypatch):
     net, optimizer = pair()[0]
     train(net, optimizer, 1)
     net[0].weight.grad = torch.zeros_like(net[0].weight).to_sparse()
-    discard, calls = optimizer._engine.discard, []
+    discard, calls = engine_of(optimizer).discard, []
 
     def interrupted():
         calls.append(None)
@@ -349,7 +349,7 @@ def test_an_interrupt_behind_a_failure_is_raised(monkeypatch):
             raise KeyboardInterrupt
         discard()
 
-    monkeypatch.setattr(optimizer._engine, "discard", interrupted)
+    monkeypatch.setattr(engine_of(optimizer), "discard", interrupted)
     with pytest.raises(KeyboardInterrupt):
         optimizer.step()
     assert len(calls) == 2
@@ -458,7 +458,7 @@ def test_memory_of_weights_is_held_until_they_are_there():
     net, optimizer = pair()[0]
     train(net, optimizer, 2)
     loss_of(net, 2).backward()
-    optimizer._engine._core = LateEngine(optimizer._engine._core)
+    make_late(optimizer)
     optimizer.step()
     weight = net[0].weight
     with without_waiting():

@@ -7,9 +7,11 @@ import weakref
 import pytest
 import stepwell
 import torch
+from insides import engine_of, has_host_side
 from offload_cases import MODE_IDS, MODES, assert_equal, batch, loss_of, pair, small, train
 from optim_cases import bits
 from stepwell import _state
+from stepwell.offload.host_side import HostSide
 
 pytestmark = pytest.mark.usefixtures("every_gradient_is_a_batch")
 
@@ -183,13 +185,13 @@ def test_gradients_that_an_engine_took_which_is_gone_are_copied_again():
 def test_an_engine_is_gone_before_another_takes_memory(monkeypatch):
     net, optimizer = pair()[0]
     train(net, optimizer, 1)
-    before, admit, seen = weakref.ref(optimizer._engine), optimizer._host.admit, []
+    before, admit, seen = weakref.ref(engine_of(optimizer)), HostSide.admit, []
 
     def noted_admit(*args):
         seen.append(before())
         admit(*args)
 
-    monkeypatch.setattr(optimizer._host, "admit", noted_admit)
+    monkeypatch.setattr(HostSide, "admit", noted_admit)
     optimizer.add_param_group({"params": [("extra", torch.nn.Parameter(torch.ones(3)))]})
     assert seen == [None]
 
@@ -204,7 +206,7 @@ def test_a_group_for_whose_state_there_is_no_memory_is_not_added(monkeypatch):
         with pytest.raises(OSError, match="no memory"):
             ours[1].add_param_group({"params": [("extra", extra)]})
     assert len(ours[1].param_groups) == 1
-    assert extra not in ours[1]._twins
+    assert not has_host_side(ours[1], extra)
     for net, optimizer in (ours, theirs):
         optimizer.add_param_group({"params": [("extra", torch.nn.Parameter(torch.ones(3)))]})
         train(net, optimizer, 2, first=1)

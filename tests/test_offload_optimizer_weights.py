@@ -95,8 +95,7 @@ def test_other_memory_after_a_skipped_step_is_read():
 @pytest.mark.parametrize("nonfinite", ["skip", "raise"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_data_that_is_written_after_a_step_that_was_not_taken_is_stepped(dtype, nonfinite):
-    ours, theirs = pair(dtype=dtype)
-    ours[1]._nonfinite = nonfinite
+    ours, theirs = pair(dtype=dtype, nonfinite=nonfinite)
     for net, optimizer in (ours, theirs):
         train(net, optimizer, 2)
         if net is ours[0]:

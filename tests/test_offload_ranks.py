@@ -14,6 +14,7 @@ import stepwell
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from insides import forwards_wait
 from optim_cases import CODECS, assert_same, bits
 from optim_ranks import Net, Ranks
 from stepwell.offload.norm import gradient_norm
@@ -117,7 +118,7 @@ def ddp_trains_as_one(told, order):
     for step in range(4):
         train(ddp, optimizer, 1, first=step)
         norms.append(optimizer.grad_norm)
-    assert optimizer._gate.is_open
+    assert forwards_wait(optimizer)
     reference = stepwell.AdamW(whole.parameters(), lr=1e-2)
     assert norms == pytest.approx(
         train_on_both_batches(whole, reference, 4, clip_norm=0.05), rel=1e-4

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from insides import core_of, engine_of, host_weight, is_pending, num_pending
 from optim_cases import bits
 from selected_models import (
     CODECS,
@@ -38,7 +39,7 @@ def test_all_gradients_are_applied_once_whoever_steps(
             step_with(*each, step)
         if step == 9:
             selected[1].drain()
-    assert selected[1]._engine is not None and selected[1]._engine.pending_params
+    assert num_pending(selected[1])
     assert_same(selected, exact)
 
 
@@ -51,11 +52,11 @@ def test_a_selected_row_has_every_update_in_the_next_forward() -> None:
         step_with(model, optimizer, step)
         step_with(*exact, step)
     loss_of(model, 7)
-    assert optimizer._engine is not None and optimizer._engine.pending_params
+    assert num_pending(optimizer)
     # A forward in training lets the parameter be read.
     now, expected = weight.detach(), exact[0].get_parameter("first.weight").detach()
     rows, columns = (int((now == expected).all(dim).sum()) for dim in (1, 0))
-    assert optimizer._engine.pending_params
+    assert num_pending(optimizer)
     assert (rows, columns) in {(8, 0), (0, 10)}
     bias = model.get_parameter("first.bias").detach()
     assert torch.equal(bias, exact[0].get_parameter("first.bias").detach())
@@ -65,11 +66,11 @@ class Recorded:
     """The selections that an optimizer hands to its engine, as they are in place."""
 
     def __init__(self, optimizer: OffloadAdamW) -> None:
-        assert optimizer._engine is not None and optimizer._engine.selector is not None
-        self.segments = {one.segment: one for one in optimizer._engine._core.selectable()}
-        self.params = list(optimizer._engine._params)
+        assert engine_of(optimizer).selector is not None
+        self.segments = {one.segment: one for one in core_of(optimizer).selectable()}
+        self.params = [param for group in optimizer.param_groups for param in group["params"]]
         self.held: dict[int, tuple[bool, list[int]]] = {}
-        selector, choose = optimizer._engine.selector, optimizer._engine.selector.choose
+        selector, choose = engine_of(optimizer).selector, engine_of(optimizer).selector.choose
         self.next: dict[int, tuple[bool, list[int]]] = {}
 
         def recording(at_once: Any) -> Any:
@@ -113,7 +114,7 @@ def test_what_a_forward_reads_is_current_where_selected_and_bounded_elsewhere(
         step_with(*exact, step)
         # Neither waits: a forward in training has read them.
         loss_of(model, 0)
-        assert optimizer._engine is not None and optimizer._engine.pending_params
+        assert num_pending(optimizer)
         for index, (param, newest) in enumerate(zip(params, expected, strict=True)):
             history[index].append(newest.detach().cpu().clone())
             weight = param.detach().cpu()
@@ -276,7 +277,7 @@ def test_nothing_selected_takes_nothing_and_changes_nothing() -> None:
         other, lr=1e-2, weight_decay=0.1, clip_norm=1.0, deferred=Deferred(interval=2)
     )
     assert train(model, optimizer, range(8)) == train(other, other_optimizer, range(8))
-    assert optimizer._engine is not None and optimizer._engine.selector is None
+    assert engine_of(optimizer).selector is None
     assert "selected_bytes" not in optimizer.timing
 
 
@@ -306,7 +307,7 @@ def test_every_look_sees_all_updates(how: str) -> None:
         assert optimizer.state
     else:
         copy.deepcopy(model)
-    assert optimizer._engine is not None and not optimizer._engine.pending_params
+    assert not num_pending(optimizer)
     for param, expected in zip(model.parameters(), exact[0].parameters(), strict=True):
         assert torch.equal(param, expected)
     for step in range(12, 20):
@@ -414,7 +415,7 @@ def test_what_is_left_out_for_long_is_settled_only_where_it_was_written(is_writt
         if step == 13 and is_written:
             weight.data.fill_(0.5)
         step_with(model, optimizer, step, lambda step, at: at != index or not 4 <= step < 13)
-        engine = optimizer._engine
+        engine = engine_of(optimizer)
         assert engine is not None
         is_exact = step == 1 or (step == 13 and is_written)
         assert bool(engine.pending_params) != is_exact, step
@@ -431,7 +432,7 @@ def test_a_write_after_a_later_forward_is_refused() -> None:
     with pytest.raises(ValueError, match="the writes are lost"):
         optimizer.step()
     for param in model.parameters():
-        assert torch.equal(param.cpu(), optimizer._twins.weight(param))
+        assert torch.equal(param.cpu(), host_weight(optimizer, param))
     train(model, optimizer, range(6, 12))
 
 
@@ -446,8 +447,7 @@ def test_a_step_that_updates_a_weight_at_once_ends_its_selection() -> None:
         kept = weight.detach() if step == 4 else None
         step_with(model, optimizer, step)
         step_with(*exact, step)
-        assert optimizer._engine is not None
-        assert optimizer._engine.is_pending(weight) == (step not in {1, 4})
+        assert is_pending(optimizer, weight) == (step not in {1, 4})
         del kept
     loss_of(model, 12)
     now, expected = weight.detach(), exact[0].get_parameter("first.weight").detach()
@@ -466,8 +466,7 @@ def test_an_exact_step_that_was_not_scored_is_followed_by_another() -> None:
         kept = weight.detach() if step == 4 else None
         for each in ((model, optimizer), exact):
             step_with(*each, step, lambda step, index: step != 4 or index > 0)
-        assert optimizer._engine is not None
-        found.append(bool(optimizer._engine.pending_params))
+        found.append(num_pending(optimizer) > 0)
         del kept
     assert found == [False, True, True, False, False, True, True]
     assert_same((model, optimizer), exact)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from insides import host_weight, is_pending, num_pending
 from optim_cases import bits
 from selected_models import CODECS, DTYPES, assert_same, drawn, loss_of, pair, step_with
 from stepwell import AdamW, Deferred
@@ -51,7 +52,7 @@ def test_coded_state_is_that_without_selected_channels(
         if step == 12:
             selected[1].drain()
             unselected[1].drain()
-    assert selected[1]._engine is not None and selected[1]._engine.pending_params
+    assert num_pending(selected[1])
     assert selected[1].skipped_steps == 1
     assert_same(selected, unselected)
 
@@ -73,8 +74,7 @@ def test_coded_parameters_may_get_no_gradient_any_more(
     for step in range(1, 20):
         for each in (selected, unselected):
             step_with(*each, step, has_grad)
-    assert optimizer._engine is not None
-    left = [param for param in model.parameters() if not optimizer._engine.is_pending(param)]
+    left = [param for param in model.parameters() if not is_pending(optimizer, param)]
     assert 0 < len(left) < len(list(model.parameters()))
     weights = {param: param.detach().clone() for param in left}
     assert_same(selected, unselected)
@@ -131,7 +131,7 @@ def test_forwards_read_fp32_steps_of_the_state_that_was_coded(
             master.grad = drawn(param, step, index).float().cpu()
         in_fp32.step()
     loss_of(model, 0)
-    assert optimizer._engine is not None and optimizer._engine.pending_params
+    assert num_pending(optimizer)
     expected = [rounded(master.detach(), dtype) for master in masters]
     for (name, param), weight in zip(model.named_parameters(), expected, strict=True):
         is_same = param.detach().cpu() == weight
@@ -140,7 +140,7 @@ def test_forwards_read_fp32_steps_of_the_state_that_was_coded(
         elif name == "first.weight":
             rows, columns = (int(is_same.all(dim).sum()) for dim in (1, 0))
             assert (rows, columns) in {(8, 0), (0, 10)}
-    assert optimizer._engine.pending_params
+    assert num_pending(optimizer)
     # The host's are others, and count.
     optimizer.drain()
     weights = [param.detach().cpu() for param in model.parameters()]
@@ -148,4 +148,4 @@ def test_forwards_read_fp32_steps_of_the_state_that_was_coded(
         not torch.equal(weight, each) for weight, each in zip(weights, expected, strict=True)
     )
     for param in model.parameters():
-        assert torch.equal(param.detach().cpu(), optimizer._twins.weight(param))
+        assert torch.equal(param.detach().cpu(), host_weight(optimizer, param))

@@ -9,6 +9,7 @@ import pytest
 import stepwell
 import torch
 import torch.distributed as dist
+from insides import follow_groups, forwards_wait, sharding_of
 from sharded_models import (
     Wide,
     batch,
@@ -31,7 +32,7 @@ def same_as_unsharded(dtype, moments):
     ours = stepwell.OffloadAdamW(nets[0], shard=True, **options)
     theirs = stepwell.OffloadAdamW(nets[1], **options)
     assert train(ddps[0], ours, 4) == train(ddps[1], theirs, 4)
-    assert ours._gate.is_open
+    assert forwards_wait(ours)
     ours.synchronize()
     theirs.synchronize()
     for mine, expected in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
@@ -383,7 +384,7 @@ def rows_of_a_frozen_layer():
     train(DistributedDataParallel(net), trained, 1)
     net.up.requires_grad_(False)
     optimizer = stepwell.OffloadAdamW(net.named_parameters(), model=net, lr=1e-2, shard=True)
-    shares = optimizer._sharding.shares
+    shares = sharding_of(optimizer).shares
     dealt_out = list(shares)
     whole = trained.state_dict()
     frozen, last = (index for index, param in enumerate(net.parameters()) if param.dim() == 2)
@@ -395,11 +396,11 @@ def rows_of_a_frozen_layer():
     assert net.up.weight in shares
     leaves = optimizer.param_groups[0]["params"].pop(frozen)
     assert leaves is net.up.weight
-    optimizer._follow_groups()
+    follow_groups(optimizer)
     # Its state is of these rows.
     assert leaves in shares
     del optimizer.state[leaves]
-    optimizer._follow_groups()
+    follow_groups(optimizer)
     assert leaves not in shares
     assert all(param in shares for param in dealt_out)
 

@@ -15,6 +15,7 @@ import pytest
 import stepwell
 import torch
 import torch.distributed as dist
+from insides import engine_of, sharding_of
 from optim_ranks import Net
 from sharded_models import batch, make, train_alike, wrap_core
 from stepwell.access.guard import WeightGuard
@@ -113,7 +114,7 @@ def look_while_a_step_fails():
     first = next(net.parameters())
     # Of the engine's own work nothing is left.
     core.core.finish(stream=0)
-    assert optimizer._engine.busy
+    assert engine_of(optimizer).busy
     # It fails at the first weight, and goes on with the collectives at the second.
     core.goes_on.set()
     looked = []
@@ -218,7 +219,7 @@ def test_uneven_batches_are_refused(two):
 def forked_children():
     net = make(kind=Net)
     optimizer = stepwell.OffloadAdamW(net, shard=True)
-    peers = optimizer._sharding.peers
+    peers = sharding_of(optimizer).peers
     children = []
     for is_over in (False, True):
         for _ in range(2):
@@ -226,7 +227,7 @@ def forked_children():
             net(torch.ones(2, 6))
             train_alike(net, optimizer)
         if is_over:
-            optimizer._engine._gatherer.finish(())
+            engine_of(optimizer).finish()
         child = os.fork()
         if child == 0:
             code = 3

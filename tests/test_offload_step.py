@@ -6,7 +6,15 @@ import time
 import pytest
 import stepwell
 import torch
-from late_engine import LateEngine
+from insides import (
+    engine_of,
+    forwards_wait,
+    gate_of,
+    has_host_side,
+    is_any_under_way,
+    make_late,
+    num_pending,
+)
 from offload_cases import loss_of, small, train
 from optim_cases import bits
 
@@ -114,9 +122,9 @@ def test_nothing_is_under_way_after_synchronize():
     for step in range(2):
         loss_of(net, step).backward()
         optimizer.step()
-    assert optimizer._gate.guard.any_under_way
+    assert is_any_under_way(optimizer)
     optimizer.synchronize()
-    assert not optimizer._gate.guard.any_under_way
+    assert not is_any_under_way(optimizer)
 
 
 def test_a_weight_whose_memory_others_hold_is_there_after_the_step():
@@ -125,7 +133,7 @@ def test_a_weight_whose_memory_others_hold_is_there_after_the_step():
     optimizer = stepwell.OffloadAdamW(net, lr=1e-2)
     train(net, optimizer, 2)
     optimizer.synchronize()
-    optimizer._engine._core = LateEngine(optimizer._engine._core)
+    make_late(optimizer)
     kept = weight.detach()
     before = kept.clone()
     loss_of(net, 2).backward()
@@ -139,7 +147,7 @@ def test_a_step_waits_for_weights_where_no_forward_does(seen):
     optimizer = stepwell.OffloadAdamW(net.parameters(), model=None if seen == "no model" else net)
     train(net, optimizer, 2)
     optimizer.synchronize()
-    optimizer._engine._core = late = LateEngine(optimizer._engine._core)
+    late = make_late(optimizer)
     loss_of(net, 2).backward()
     optimizer.step()
     assert late.is_late == (seen == "forwards")
@@ -162,7 +170,7 @@ def test_a_step_that_has_failed_is_told_where_a_group_is_added(monkeypatch):
     optimizer = stepwell.OffloadAdamW(net.parameters(), model=net)
     train(net, optimizer, 1)
     error = OSError("the device has failed")
-    monkeypatch.setattr(optimizer._engine, "synchronize", lambda: (_ for _ in ()).throw(error))
+    monkeypatch.setattr(engine_of(optimizer), "synchronize", lambda: (_ for _ in ()).throw(error))
     with pytest.raises(OSError, match="the device has failed"):
         optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))]})
 
@@ -185,8 +193,8 @@ def test_a_parameter_that_has_left_its_group_takes_no_memory():
     optimizer.step()
     gone = optimizer.param_groups[0]["params"].pop()
     optimizer.step()
-    assert gone not in optimizer._twins
-    assert params[0] in optimizer._twins
+    assert not has_host_side(optimizer, gone)
+    assert has_host_side(optimizer, params[0])
 
 
 def test_steps_are_exact_once_an_access_was_compiled():
@@ -194,11 +202,11 @@ def test_steps_are_exact_once_an_access_was_compiled():
     model = small()
     optimizer = stepwell.OffloadAdamW(model, deferred=stepwell.Deferred(interval=2))
     train(model, optimizer, 4)
-    assert optimizer._engine.has_pending()
-    optimizer._gate.guard.was_compiled = True
+    assert num_pending(optimizer)
+    gate_of(optimizer).guard.was_compiled = True
     train(model, optimizer, 1)
-    assert not optimizer._gate.is_open
-    assert not optimizer._engine.has_pending()
+    assert not forwards_wait(optimizer)
+    assert not num_pending(optimizer)
 
 
 @pytest.mark.parametrize("options", [{}, {"device_bytes_max": 200}], ids=str)

@@ -5,6 +5,7 @@ import gc
 import pytest
 import stepwell
 import torch
+from insides import core_of, lift_limit, swapped_of
 from offload_cases import assert_equal, train
 from optim_cases import LAYOUT_IDS, LAYOUTS
 from stepwell import _core, _state
@@ -27,7 +28,7 @@ def test_training_has_the_bits_of_training_in_memory(
         durability=durability,
         clip_norm=1.0,
     )
-    core = ours[1]._host.swapped.core
+    core = swapped_of(ours[1]).core
     if core is None:
         pytest.skip("all of it fits into memory")
     assert train(*ours, 3) == train(*theirs, 3)
@@ -70,12 +71,12 @@ def test_a_step_that_is_skipped_leaves_the_volume_alone(tmp_path):
     train(*theirs, 2)
     net, optimizer = ours
     optimizer.synchronize()
-    before = optimizer._host.swapped.core.bytes_moved
+    before = swapped_of(optimizer).core.bytes_moved
     for param in net.parameters():
         param.grad = torch.full_like(param, float("nan"))
     optimizer.step()
     assert optimizer.skipped_steps == 1
-    assert optimizer._host.swapped.core.bytes_moved == before
+    assert swapped_of(optimizer).core.bytes_moved == before
     for group in theirs[1].param_groups:
         group["skipped_steps"] = 1
     assert train(*ours, 2, first=2) == train(*theirs, 2, first=2)
@@ -131,7 +132,7 @@ def test_parameters_that_are_added_or_thaw_later(tmp_path):
 def test_parameters_that_go_and_come_back_keep_their_state(tmp_path):
     ours, theirs = pair(tmp_path, torch.bfloat16, durability="none")
     # Memory of what has gone is pinned on, and counts.
-    ours[1]._host._bytes_max = None
+    lift_limit(ours[1])
     for net, optimizer in (ours, theirs):
         train(net, optimizer, 2)
         group = optimizer.param_groups[0]
@@ -160,7 +161,7 @@ def test_memory_is_taken_by_small_state_and_by_the_first(tmp_path):
 
     def opened(host_bytes, **options):
         optimizers.append(on_volume(net, tmp_path, host_bytes=host_bytes, **options))
-        return optimizers[-1]._host.swapped
+        return swapped_of(optimizers[-1])
 
     counts = set()
     for host_bytes in (1800 << 10, 3 << 20, whole - 1):
@@ -199,16 +200,16 @@ def test_a_volume_tells_what_it_has_committed_and_moved(
 def test_what_waits_for_drives_is_not_pinned(tmp_path, accumulate):
     net, twins = net_of(), Twins(is_paged=True)
     optimizer = on_volume(net, tmp_path, durability="none", accumulate=accumulate)
-    swapped = optimizer._host.swapped
+    swapped = swapped_of(optimizer)
     everything = twins.nbytes(net.parameters()) // 2
     in_memory = twins.nbytes(param for param in net.parameters() if param not in swapped) // 2
     assert 0 < in_memory < everything
     # Of these two, weights and gradients. Sums come up and go down again in each backward.
     grads = everything if accumulate == "host" else in_memory
-    assert optimizer._background.opened()._core.pinned_nbytes == in_memory + grads
+    assert core_of(optimizer).pinned_nbytes == in_memory + grads
     # All of it is on the volume.
     commits = on_volume(net, tmp_path, accumulate=accumulate)
-    pinned_nbytes = commits._background.opened()._core.pinned_nbytes
+    pinned_nbytes = core_of(commits).pinned_nbytes
     assert pinned_nbytes == (everything if accumulate == "host" else 0)
 
 
@@ -223,7 +224,7 @@ def test_two_optimizers_and_the_files_of_each(tmp_path):
     del first
     gc.collect()
     assert len(files(tmp_path)) == 2
-    name = second[1]._host.swapped.core.name
+    name = swapped_of(second[1]).core.name
     with pytest.raises(OSError, match=name):
         on_volume(net_of(), tmp_path, name=name, keep=False)
     del second
@@ -250,6 +251,6 @@ def test_a_rank_adds_its_number_to_the_name_that_was_given(tmp_path, monkeypatch
     for name, value in stands_for.items():
         monkeypatch.setattr(torch.distributed, name, lambda value=value: value)
     optimizers = [on_volume(net_of(), tmp_path, name=name) for name in (None, None, "run")]
-    names = [optimizer._host.swapped.core.name for optimizer in optimizers]
+    names = [swapped_of(optimizer).core.name for optimizer in optimizers]
     assert names[2] == "run-3"
     assert len({*names, "None-3"}) == 4

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from insides import swapped_of
 from offload_cases import assert_equal, loss_of, train
 from optim_cases import LAYOUT_IDS, LAYOUTS
 from stepwell import OffloadAdamW, Volume
@@ -27,7 +28,7 @@ def again(tmp_path, dtype, **options):
 
 def end_as_if_killed(optimizer):
     """Nothing is committed any more. Its last step is over."""
-    optimizer._host.swapped.core.close()
+    swapped_of(optimizer).core.close()
 
 
 @pytest.mark.parametrize(("dtype", "moments"), LAYOUTS, ids=LAYOUT_IDS)
@@ -167,7 +168,7 @@ def test_a_commit_that_failed_is_the_end(tmp_path, monkeypatch):
     def failed():
         raise OSError("no drive")
 
-    swapped = optimizer._host.swapped
+    swapped = swapped_of(optimizer)
     swapped._ranks = Alone([0])
     with monkeypatch.context() as patched:
         patched.setattr(swapped, "write_weights", lambda *_: failed())

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import stepwell
+from insides import swapped_of
 from offload_cases import train
 from stepwell import _core
 from stepwell.offload.tuning import TUNING_FILE, DriveTuning, VolumeShape, shape_of
@@ -124,7 +125,7 @@ def test_a_volume_is_laid_out_as_its_drives_were_measured(tmp_path, caplog):
     net = net_of()
     optimizer = on_volume(net, tmp_path, name="run")
     train(net, optimizer, 1)
-    sizes = [path.stat().st_size for path in optimizer._host.swapped.core.paths]
+    sizes = [path.stat().st_size for path in swapped_of(optimizer).core.paths]
     assert 2 * sizes[1] < sizes[0]
 
 

@@ -1,12 +1,12 @@
 """A volume that commits its steps: what goes on from it, what does not, and what it lacks."""
 
 import gc
+import os
 import signal
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
+import fork_server
 import pytest
 import stepwell
 import torch
@@ -70,35 +70,34 @@ def test_a_resumed_state_dict_has_the_keys_of_one_that_never_stopped(tmp_path):
 
 
 KILLED = """
-    import sys
+    import os, pathlib, sys, torch
     sys.path.insert(0, {tests!r})
-    import pathlib, torch
     from volume_models import net_of, on_volume
     from offload_cases import train
     net = net_of(torch.bfloat16)
     optimizer = on_volume(
         net, pathlib.Path({path!r}), name="run", num=2, commit_interval={interval}, resume=True
     )
-    print("made", flush=True)
+    told = open({told!r}, "w")
+    print(os.getpid(), file=told, flush=True)
     for step in range(optimizer.committed_steps, 1000):
         train(net, optimizer, 1, first=step)
-        print(step, flush=True)
+        print(step, file=told, flush=True)
 """
 
 
 def kill_after(steps, path, interval=1):
     """Begins or goes on with a job, which is killed after so many steps: 0, once it could step."""
+    told = path / "told"
     program = textwrap.dedent(KILLED).format(
-        tests=str(Path(__file__).parent), path=str(path), interval=interval
+        tests=str(Path(__file__).parent), path=str(path), told=str(told), interval=interval
     )
-    job = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
-    try:
-        for _ in range(steps + 1):
-            assert job.stdout.readline()
-    finally:
-        job.send_signal(signal.SIGKILL)
-        job.wait(60)
-        job.stdout.close()
+    with fork_server.telling(told, "-c", program, timeout=60) as (job, lines):
+        pid = lines.readline()
+        assert pid, job.result()
+        assert all(lines.readline() for _ in range(steps))
+        os.kill(int(pid), signal.SIGKILL)
+        assert job.result().returncode == -signal.SIGKILL
 
 
 @pytest.mark.timeout(180)

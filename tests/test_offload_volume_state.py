@@ -10,6 +10,7 @@ from collections import defaultdict
 import pytest
 import stepwell
 import torch
+from insides import swapped_of
 from interrupts import handler_runs_after
 from offload_cases import assert_equal, train
 from optim_cases import bits
@@ -76,14 +77,14 @@ def test_what_stands_for_state_on_a_volume_can_be_printed(tmp_path, monkeypatch,
         def call(*args, **options):
             if function not in looks:
                 looks.add(function)
-                assert_places_print(optimizer._host.swapped._addresses)
+                assert_places_print(swapped_of(optimizer)._addresses)
                 assert repr(args)
             return function(*args, **options)
 
         return call
 
     train(net, optimizer, 2)
-    swapped = optimizer._host.swapped
+    swapped = swapped_of(optimizer)
     monkeypatch.setattr(optimizer, "_submit", looking(optimizer._submit))
     monkeypatch.setattr(swapped, "_tensor", looking(swapped._tensor))
     train(net, optimizer, 1, first=2)
@@ -113,7 +114,7 @@ def test_ctrl_c_ends_a_look_at_the_state_and_harms_nothing(tmp_path):
         states = dict(optimizer._states)
         try:
             with handler_runs_after(attempt * 1e-4):
-                optimizer._host.swapped.read(states)
+                swapped_of(optimizer).read(states)
         except KeyboardInterrupt:
             interrupted += 1
     assert interrupted
@@ -169,7 +170,7 @@ def test_a_look_after_a_look_scans_nothing(tmp_path, monkeypatch):
     optimizer = on_volume(net, tmp_path)
     train(net, optimizer, 1)
     scanned = []
-    swapped = optimizer._host.swapped
+    swapped = swapped_of(optimizer)
     is_place = swapped.is_place
     monkeypatch.setattr(
         swapped, "is_place", lambda param, state: scanned.append(param) or is_place(param, state)

@@ -10,6 +10,7 @@ import sys
 import pytest
 import stepwell
 import torch
+from insides import twins_of
 
 OURS = [stepwell.AdamW, stepwell.OffloadAdamW]
 
@@ -257,19 +258,19 @@ def test_host_memory_of_parameters_that_are_replaced_is_freed(accumulate):
     unheld = counts([stepwell._core.Buffer(64)])
     for _ in range(3):
         buffers = list(
-            {id(b): b for p in (first, second) for b in optimizer._twins[p].buffers}.values()
+            {id(b): b for p in (first, second) for b in twins_of(optimizer)[p].buffers}.values()
         )
         step(optimizer, [first, second])
         assert unheld != counts(buffers)
         optimizer.param_groups[0]["params"] = [second]
         step(optimizer, [second])
-        assert first not in optimizer._twins
+        assert first not in twins_of(optimizer)
         first, second = ones(4), ones(4)
         optimizer.param_groups[0]["params"] = [first, second]
         step(optimizer, [first, second])
         assert counts(buffers) == unheld * len(buffers)
-        assert len(optimizer._twins.buffers) == 2
-        assert len(optimizer._twins) == 2
+        assert len(twins_of(optimizer).buffers) == 2
+        assert len(twins_of(optimizer)) == 2
 
 
 @pytest.mark.parametrize("cls", OURS)

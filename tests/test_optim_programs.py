@@ -33,7 +33,7 @@ from optim_reference import Torch, assert_same
 from stepwell import _core
 from stepwell.offload import gradients
 
-BALLAST = 1 << 20
+BALLAST = 1 << 19
 SHAPES = [(), (0,), (1,), (33,), (5, 7), (2, 3, 4, 5), (_core.CHUNK_LEN + 70,)]
 
 

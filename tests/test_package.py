@@ -259,7 +259,9 @@ def test_doctor_answers_in_a_fresh_environment(fresh):
     bin_folder, env = fresh
     facts = json.loads(run(bin_folder / "stepwell", "doctor", "--json", cwd="/", env=env))
     assert VERSION in json.dumps(facts)
-    run(bin_folder / "python", "-m", "stepwell", "doctor", cwd="/", env=env)
+    # As a table it is what `test_cli_doctor.py` has of it.
+    version = run(bin_folder / "python", "-m", "stepwell", "--version", cwd="/", env=env)
+    assert version == f"stepwell {VERSION}\n"
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,184 @@
+"""What tests ask of the inside of optimizers: the private names of the package stand here, once.
+
+By these facts a test knows that what it is about is the case: that updates are pending, that a
+weight is under way. No program needs them.
+"""
+
+from late_engine import LateEngine
+
+# ---- of `stepwell.OffloadAdamW` ----
+
+
+def engine_of(optimizer):
+    """What steps in the background, once there was a step."""
+    assert optimizer._engine is not None
+    return optimizer._engine
+
+
+def core_of(optimizer):
+    """The core's engine, which is made when it is first needed."""
+    return optimizer._background.opened()._core
+
+
+def make_late(optimizer, kind=LateEngine):
+    """No step begins before something waits for it, from now on. Returns what tells."""
+    make_in_time(optimizer)
+    engine = background_of(optimizer).opened()
+    engine._core = kind(engine._core)
+    return engine._core
+
+
+def make_in_time(optimizer):
+    """Steps are late no more."""
+    engine = background_of(optimizer).opened()
+    engine._core = getattr(engine._core, "inner", engine._core)
+
+
+def background_of(optimizer):
+    """What makes the engine, and ends it."""
+    return optimizer._background
+
+
+def num_pending(optimizer):
+    """Of how many parameters updates are deferred that are not applied yet."""
+    return len(engine_of(optimizer).pending_params)
+
+
+def is_pending(optimizer, param):
+    """Whether an update of it is deferred."""
+    return engine_of(optimizer).is_pending(param)
+
+
+def host_weight(optimizer, param):
+    """The host side of a weight: what was uploaded last, or will be next."""
+    return optimizer._twins.weight(param)
+
+
+def twins_of(optimizer):
+    """The host sides of its parameters."""
+    return optimizer._twins
+
+
+def has_host_side(optimizer, param):
+    """Whether it takes host memory."""
+    return param in optimizer._twins
+
+
+def lift_limit(optimizer):
+    """It takes as much host memory as it needs from now on."""
+    optimizer._host._bytes_max = None
+
+
+def gate_of(optimizer):
+    """What has forwards wait."""
+    return optimizer._gate
+
+
+def forwards_wait(optimizer):
+    """Whether they do, so that no step waits for its weights."""
+    return optimizer._gate.is_open
+
+
+def is_any_under_way(optimizer):
+    """Whether something may have to wait for a weight."""
+    return optimizer._gate.guard.any_under_way
+
+
+def swapped_of(optimizer):
+    """Its state on drives."""
+    return optimizer._host.swapped
+
+
+def follow_groups(optimizer):
+    """It looks at what the program has done to its groups, as loads and new groups have it do."""
+    optimizer._follow_groups()
+
+
+def sharding_of(optimizer):
+    """What ranks that share a step have agreed on."""
+    return optimizer._sharding
+
+
+# ---- what tests replace: an object, and the name of what it has ----
+
+
+def begin_of_writes():
+    """What gives a tensor the class that waits."""
+    # Some programs that import this file are to import nothing of Stepwell yet.
+    from stepwell.access import writes
+
+    return writes, "_begin"
+
+
+def lane_of(gradients):
+    """The way down of the gradients of partitions."""
+    return gradients, "_lane"
+
+
+def release_of_sums(zero):
+    """What frees the sums of a step that was taken."""
+    return zero, "_release_sums"
+
+
+def prefetch_of(fetcher):
+    """What fetches ahead."""
+    return fetcher, "_prefetch"
+
+
+# ---- of ZeRO ----
+
+
+def partitions_of(zero):
+    """The partitions of a ZeRO optimizer."""
+    return zero._partitions
+
+
+def swapped_of_zero(zero):
+    """The state of a ZeRO optimizer on drives."""
+    return zero._operands.swapped
+
+
+def is_on_device(zero, param):
+    """Whether the device steps it, under Twin-Flow."""
+    return zero._fragment(param).group in zero._share
+
+
+def writes_under_way(partitions):
+    """Weights in host memory whose uses wait."""
+    return partitions._writes
+
+
+def device_sums(partitions):
+    """The sums of gradients that the device holds."""
+    return partitions.gradients._sums.values()
+
+
+def core_of_partitions(partitions):
+    """The core's engine that steps them."""
+    return partitions._engine if hasattr(partitions, "_engine") else partitions._core
+
+
+def make_partitions_late(partitions):
+    """No step begins before something waits for it, from now on. Returns what tells."""
+    late = LateEngine(core_of_partitions(partitions))
+    if hasattr(partitions, "_engine"):
+        partitions._engine = late
+    else:
+        # Their updates are deferred.
+        partitions._core = partitions.gradients._core = late
+    return late
+
+
+def num_elements_live(fetcher):
+    """How many elements of weights are on the device."""
+    return fetcher._live_numel
+
+
+def num_elements_ahead(fetcher):
+    """How many of them no module has asked for yet."""
+    return fetcher._ahead_numel
+
+
+def num_elements_leaving(fetcher):
+    """How many of them are freed once what uses them has ended."""
+    return fetcher._leaving_numel
