@@ -13,9 +13,9 @@ import stepwell
 import torch
 from offload_cases import assert_equal, loss_of, pair, small, train
 from optim_cases import DTYPES, LAYOUT_IDS, LAYOUTS, SPECIALS, bits
-from stepwell.offload.accumulation import HostSums
-from stepwell.offload.collector import HostCollector
-from stepwell.offload.host_side import HostSide
+from stepwell.offload import accumulation
+from stepwell.offload.accumulation import HostCollector
+from stepwell.offload.twins import Twins
 
 
 def run(net, optimizer, steps=4, backwards=3):
@@ -303,9 +303,9 @@ def test_the_sum_of_a_parameter_that_goes_is_forgotten():
 
 def test_backwards_go_on_when_the_sums_are_gone():
     param = torch.nn.Parameter(torch.ones(3))
-    sums = HostSums({}, param.device)
-    sums.watch(param)
-    del sums
+    collector = HostCollector(Twins(), None, str)
+    collector.watch(param)
+    del collector
     param.sum().backward()
     assert param.grad.tolist() == [1.0] * 3
 
@@ -507,11 +507,11 @@ def test_bad_options_are_refused():
         stepwell.OffloadAdamW(small().parameters(), accumulate="disk")
 
 
-def test_sums_are_made_beside_the_device_of_the_parameters():
+def test_sums_are_made_beside_the_device_of_the_parameters(monkeypatch):
     """Parameters that come later may be elsewhere than those that have gone."""
-    collector = HostCollector(HostSide("fp32", None))
-    made = collector.sums
-    collector.prepare(torch.device("cpu"))
-    assert collector.sums is made
-    collector.prepare(torch.device("meta"))
-    assert collector.sums.device == torch.device("meta")
+    made = []
+    monkeypatch.setattr(accumulation, "Adder", made.append)
+    collector = HostCollector(Twins(), None, str)
+    for device in ("cpu", "meta", "meta"):
+        collector.watch(torch.nn.Parameter(torch.ones(3, device=device)))
+    assert made == [torch.device("cpu"), torch.device("meta")]

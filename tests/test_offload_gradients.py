@@ -8,10 +8,8 @@ import pytest
 import stepwell
 import torch
 from offload_cases import assert_equal, loss_of, pair, train
-from stepwell import _core
-from stepwell.offload import collector, engine, gradients
-from stepwell.offload.checksums import sums_of
-from stepwell.offload.gradients import Gradients, may_change_after_backward
+from stepwell.offload import engine, gradients
+from stepwell.offload.gradients import may_change_after_backward
 from torch.utils import checkpoint as checkpointing
 
 pytestmark = pytest.mark.usefixtures("every_gradient_is_a_batch")
@@ -22,92 +20,105 @@ SECONDS_MAX = 60
 # ---- what is copied, and when ----
 
 
-def of_bytes(count):
-    return torch.zeros(count, dtype=torch.uint8)
+class Copies:
+    """Parameters, whose backwards are one by one, and what the engine takes in each."""
 
+    def __init__(self, monkeypatch, sizes, **options):
+        self.params = {
+            name: torch.nn.Parameter(torch.zeros(size, dtype=torch.bfloat16))
+            for name, size in sizes.items()
+        }
+        self.optimizer = stepwell.OffloadAdamW(list(self.params.values()), **options)
+        self._taken = []
+        names = {id(param): name for name, param in self.params.items()}
+        core = self.optimizer._background.opened()
+        take = core.take
 
-def taken(copies, *grads):
-    """What `add` has copied for gradients: (name, bytes) of each, or (name, bytes, stream)."""
-    return [
-        "".join(name for name, _ in copies.add(name, of_bytes(count), *stream or (0,)))
-        for name, count, *stream in grads
-    ]
+        def noted(params, grads):
+            self._taken += [names[id(param)] for param in params]
+            take(params, grads)
+
+        monkeypatch.setattr(core, "take", noted)
+
+    def backward(self, name):
+        """The names of those that were copied in it."""
+        self._taken.clear()
+        self.params[name].sum().backward()
+        return "".join(self._taken)
+
+    def backwards(self, names):
+        return [self.backward(name) for name in names]
+
+    def missing(self, name):
+        param = self.params[name]
+        return bool(self.optimizer._collector.missing([param], [param.grad]))
 
 
 def test_a_batch_is_copied_once_it_is_full(monkeypatch):
     """All but the latest; one that comes again counts once."""
-    monkeypatch.setattr(gradients, "BATCH_BYTES", 32)
-    copies = Gradients(1)
-    assert taken(copies, ("a", 16), ("b", 15), ("c", 1), ("d", 31)) == ["", "", "", "abc"]
-    assert taken(copies, ("d", 31), ("e", 1), ("f", 31)) == ["", "", "de"]
-    copies.reset()
-    assert taken(copies, ("g", 31), ("h", 1), ("i", 31)) == ["", "", "gh"]
+    monkeypatch.setattr(gradients, "BATCH_BYTES", 64)
+    sizes = {"a": 16, "b": 15, "c": 1, "d": 31, "e": 1, "f": 31, "g": 31, "h": 1, "i": 31}
+    copies = Copies(monkeypatch, sizes, accumulation_steps=1)
+    assert copies.backwards("abcd") == ["", "", "", "abc"]
+    assert copies.backwards("def") == ["", "", "de"]
+    copies.optimizer.zero_grad()
+    assert copies.backwards("ghi") == ["", "", "gh"]
 
 
 def test_a_batch_is_of_one_stream(monkeypatch):
-    monkeypatch.setattr(gradients, "BATCH_BYTES", 32)
-    copies = Gradients(1)
-    grads = [("a", 31, 0), ("b", 31, 1), ("c", 1, 1), ("d", 1, 1)]
-    assert taken(copies, *grads) == ["", "", "", "bc"]
+    monkeypatch.setattr(gradients, "BATCH_BYTES", 64)
+    sizes = {"a": 31, "b": 31, "c": 1, "d": 1}
+    copies = Copies(monkeypatch, sizes, accumulation_steps=1)
+    streams = iter([0, 1, 1, 1])
+    monkeypatch.setattr(gradients, "current_stream", lambda _: next(streams))
+    assert copies.backwards("abcd") == ["", "", "", "bc"]
 
 
-def test_the_last_backward_is_known_where_it_is_said():
-    copies = Gradients(2)
-    assert [copies.count(name) for name in "aabab"] == [False, True, False, True, True]
-    with copies.no_sync():
-        assert not copies.count("a")
-    assert copies.count("a")
-    copies.reset()
-    assert [copies.count("a"), copies.count("a")] == [False, True]
-    copies = Gradients(None)
-    assert not copies.count("a")
-    copies.knows_last = True
-    assert copies.count("b")
+def test_the_last_backward_is_known_where_it_is_said(monkeypatch):
+    # Each gradient is copied with the next last one.
+    copies = Copies(monkeypatch, {"a": 3, "b": 3}, accumulation_steps=2)
+    assert copies.backwards("aabab") == ["", "", "", "a", "a"]
+    with copies.optimizer.no_sync():
+        assert copies.backward("a") == ""
+    assert copies.backward("a") == "b"
+    copies.optimizer.zero_grad()
+    assert copies.backwards("aabb") == ["", "", "", "a"]
+    copies = Copies(monkeypatch, {"a": 3, "b": 3})
+    assert copies.backwards("ab") == ["", ""]
+    with copies.optimizer.no_sync():
+        assert copies.backward("a") == ""
+    assert copies.backwards("ab") == ["", "a"]
 
 
-ENGINE = _core.OffloadEngine("cpu", [1], threads=1)
+def test_a_copy_is_of_one_tensor_at_one_version(monkeypatch):
+    copies = Copies(monkeypatch, {"copied": 3, "waits": 3, "new": 3}, accumulation_steps=1)
+    collector, param = copies.optimizer._collector, copies.params["copied"]
+    assert not collector.is_any_taken
+    assert copies.backward("copied") == ""
+    assert collector.is_any_taken and copies.missing("copied")
+    assert copies.backward("waits") == "copied"
+    assert not copies.missing("copied") and copies.missing("waits")
+    assert collector.missing([param], [torch.ones_like(param)]) == [0]
+    param.grad.add_(1)
+    assert copies.missing("copied")
+    copies.optimizer.zero_grad()
+    assert not collector.is_any_taken
 
 
-def all_checksums(grads):
-    return sums_of(ENGINE, grads, 0)
-
-
-def mark_copied(copies, batch, checksums=all_checksums):
-    copies.mark_copied(batch.items(), checksums(list(batch.values())), checksums)
-
-
-def test_a_copy_is_of_one_tensor_at_one_version():
-    copies, grad, other = Gradients(1), torch.ones(3), torch.ones(3)
-    assert not copies.is_any_taken
-    copies.add("waits", grad, 0)
-    assert copies.is_any_taken and not copies.is_any_copied
-    copies.reset()
-    mark_copied(copies, {"copied": grad})
-    assert copies.is_any_taken and copies.is_any_copied
-    copies.add("waits", grad, 0)
-    for name in ("copied", "waits"):
-        assert not copies.is_replaced(name, grad) and copies.is_replaced(name, other)
-    assert copies.is_copied("copied", grad) and not copies.is_outdated("copied", grad)
-    assert not copies.is_copied("copied", other) and copies.is_outdated("copied", other)
-    for name in ("waits", "new"):
-        assert not copies.is_copied(name, grad) and not copies.is_outdated(name, grad)
-    assert not copies.is_replaced("new", grad)
-    grad.add_(1)
-    assert not copies.is_copied("copied", grad) and copies.is_outdated("copied", grad)
-    assert not copies.is_replaced("copied", grad)
-    copies.reset()
-    assert not copies.is_any_taken and not copies.is_replaced("copied", other)
+def test_a_step_leaves_nothing_taken(monkeypatch):
+    copies = Copies(monkeypatch, {"a": 3, "b": 3}, accumulation_steps=1)
+    assert copies.backwards("ab") == ["", "a"]
+    copies.optimizer.step()
+    assert copies.missing("a") and not copies.optimizer._collector.is_any_taken
 
 
 def test_copies_that_are_forgotten_hold_no_engine():
-    def checksums(grads):
-        return all_checksums(grads)
-
-    copies, freed = Gradients(1), weakref.ref(checksums)
-    mark_copied(copies, {"a": torch.ones(3)}, checksums)
-    del checksums
-    assert freed() is not None
-    copies.reset()
+    net, optimizer = pair(accumulation_steps=1)[0]
+    train(net, optimizer, 1)
+    loss_of(net, 1).backward()
+    freed = weakref.ref(optimizer._engine)
+    added = torch.nn.Parameter(torch.ones(3))
+    optimizer.add_param_group({"params": [added]})
     assert freed() is None
 
 
@@ -122,15 +133,15 @@ def as_columns(data):
 
 
 @pytest.mark.parametrize("moved", [elsewhere, as_columns])
-def test_a_copy_is_of_memory_in_one_place(moved):
-    copies, grad, kept = Gradients(1), torch.arange(15.0).view(3, 5), torch.ones(3)
-    mark_copied(copies, {"a": grad, "b": kept})
-    assert copies.read_with(torch.tensor([2.5])) == [2.5]
-    assert copies.is_copied("a", grad)
+def test_a_copy_is_of_memory_in_one_place(moved, monkeypatch):
+    copies = Copies(monkeypatch, {"a": (3, 5), "b": 3, "c": 3}, accumulation_steps=1)
+    assert copies.backwards("abc") == ["", "a", "b"]
+    read, grad = copies.optimizer._collector.read, copies.params["a"].grad
+    assert read(torch.tensor(2.5), None) == (2.5, False)
+    assert not copies.missing("a")
     grad.data = moved(grad.data)
-    assert copies.read_with(torch.tensor([3.5])) == [3.5]
-    assert not copies.is_copied("a", grad) and copies.is_outdated("a", grad)
-    assert copies.is_copied("b", kept)
+    assert read(torch.tensor(3.5), torch.tensor(True)) == (3.5, True)
+    assert copies.missing("a") and not copies.missing("b")
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -162,10 +173,9 @@ def train_with(net, optimizer, prepare):
         prepare(net)
         loss_of(net, step).backward()
         if isinstance(optimizer, stepwell.OffloadAdamW):
-            copies, other = optimizer._collector.copies, torch.empty(0)
-            taken |= {
-                name for name, param in net.named_parameters() if copies.is_replaced(param, other)
-            }
+            collector = optimizer._collector
+            ids = {*collector._copied, *collector._waiting}
+            taken |= {name for name, param in net.named_parameters() if id(param) in ids}
         optimizer.step()
     return taken
 
@@ -194,7 +204,7 @@ def test_a_sparse_gradient_is_refused_in_the_step():
 
 def test_a_gradient_that_other_ranks_may_change_is_left_to_the_step(monkeypatch):
     ours, theirs = pair(accumulation_steps=1)
-    monkeypatch.setattr(collector, "may_change_after_backward", lambda: True)
+    monkeypatch.setattr(gradients, "may_change_after_backward", lambda: True)
     assert not train_with(*ours, lambda _: None)
     train_with(*theirs, lambda _: None)
     assert_equal(ours, theirs)
@@ -213,14 +223,14 @@ def test_a_backward_after_a_move_of_the_model_copies_nothing_of_it(move, message
     train(net, optimizer, 1)
     optimizer.zero_grad()
     optimizer.synchronize()
-    weight, copies = net[0].weight, optimizer._collector.copies
+    weight, collector = net[0].weight, optimizer._collector
     weight.data = move(weight.data)
     (weight.sum() * 2).backward()
     assert weight.grad.dtype == weight.dtype
     # With the next gradient it is its turn.
     net[0].bias.sum().backward()
-    assert weight not in copies._waiting
-    assert not copies.is_any_copied
+    assert id(weight) not in collector._waiting
+    assert not collector._copied
     with pytest.raises(ValueError, match=message):
         optimizer.step()
 
@@ -252,18 +262,16 @@ def test_gradients_are_copied_behind_the_stream_that_made_them(turns, monkeypatc
         current[0] = len(made) // turns
         return current[0]
 
-    monkeypatch.setattr(collector, "current_stream", stream)
-    add, take, taken = optimizer._collector.copies.add, optimizer._engine.take, []
-
-    def noted_add(param, grad, stream):
-        made[param] = stream
-        return add(param, grad, stream)
+    monkeypatch.setattr(gradients, "current_stream", stream)
+    take, taken = optimizer._engine.take, []
+    for param in net.parameters():
+        # Behind the optimizer's.
+        param.register_post_accumulate_grad_hook(lambda each: made.update({each: current[0]}))
 
     def noted_take(params, grads):
         taken.extend((made[param], current[0]) for param in params)
         take(params, grads)
 
-    monkeypatch.setattr(optimizer._collector.copies, "add", noted_add)
     monkeypatch.setattr(optimizer._engine, "take", noted_take)
     optimizer.zero_grad()
     loss_of(net, 1).backward()

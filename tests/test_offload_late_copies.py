@@ -184,7 +184,7 @@ def test_additions_have_ended_when_the_host_sides_are_unpinned(monkeypatch):
     first, second = (torch.nn.Parameter(torch.ones(4)) for _ in range(2))
     optimizer = stepwell.OffloadAdamW([first], accumulate="host", threads=1)
     first.sum().backward()
-    adder = optimizer._collector.sums._adder
+    adder = optimizer._collector._adder
     assert adder.pending
     optimizer.add_param_group({"params": [second]})
     assert not adder.pending

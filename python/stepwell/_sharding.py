@@ -36,6 +36,7 @@ __all__ = [
     "longest_piece",
     "meshes",
     "piece_index",
+    "piece_of",
     "rows",
 ]
 
@@ -71,6 +72,11 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     piece = tensor.to_local()
     # A collective may still be filling it.
     return cast("torch.Tensor", piece.wait()) if hasattr(piece, "wait") else piece
+
+
+def piece_of(tensor: torch.Tensor) -> torch.Tensor:
+    """As `local`, in any grad mode, and the same tensor each time; it waits for no collective."""
+    return tensor._local_tensor if is_dtensor(tensor) else tensor
 
 
 def check_placements(param: torch.Tensor, label: str) -> None:

@@ -1,6 +1,8 @@
-"""Sums of gradients in host memory, to which each backward's are added (`adder`).
+"""Sums of gradients in host memory, to which each backward's are added (`accumulate="host"`).
 
-The device keeps none.
+The device keeps none. The way of a gradient: `watch` puts hooks on its parameter, which call
+`make_room` before autograd accumulates, and `on_grad` behind it. That has the gradient checked
+(`grad_checks`) and added (`adder`). The step reads the sums where they are.
 
 - A sum is that of the same additions in the same order as on the device, in the gradient's dtype:
   the same bits.
@@ -13,20 +15,33 @@ The device keeps none.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from typing import TYPE_CHECKING
 
 import torch
 
+from stepwell._sharding import local
 from stepwell.offload.adder import Adder, add, add_to_zero, assign
+from stepwell.offload.grad_checks import check_in_place, checked
+from stepwell.offload.gradients import may_change_after_backward
 from stepwell.offload.marker import GradMarker
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator, Sequence
+    from contextlib import AbstractContextManager
 
+    from stepwell.offload.background import Background
+    from stepwell.offload.grad_checks import Label
     from stepwell.offload.twins import Twins
 
-__all__ = ["HostSums"]
+__all__ = ["WHY_NAN", "HostCollector"]
+
+WHY_NAN = (
+    ", maybe because the program made a gradient of one that accumulate='host' had moved, which "
+    "reads as NaN (as `parameter.grad = parameter.grad * 2` does)"
+)
+"""Why gradients may have a norm of NaN, to go on a message."""
 
 
 class _Taken:
@@ -76,18 +91,22 @@ def _is_accumulating() -> bool:
         return False
 
 
-class HostSums:
-    """Adds gradients into the host sides of their parameters.
+class HostCollector:
+    """Adds the gradients of every backward into the host sides of their parameters.
+
+    It has the same calls as `DeviceCollector` (`gradients`).
 
     Args:
-        twins: the host sides.
-        device: where the parameters are.
+        twins: the host sides of the parameters.
+        background: has the engine that steps the sums.
+        label: what errors call a parameter.
     """
 
-    def __init__(self, twins: Twins, device: torch.device) -> None:
-        self.device = device
-        """Where the parameters are."""
-        self._twins = twins
+    wants_hooks = True
+    """Whether autograd is to say when it is done with a gradient."""
+
+    def __init__(self, twins: Twins, background: Background, label: Label) -> None:
+        self._twins, self._background, self._label = twins, background, label
         self._markers: dict[torch.Tensor, GradMarker] = {}
         # Of each marker the first gradient that the program may still hold; and those that are
         # views, by the id of what they are views of.
@@ -97,83 +116,79 @@ class HostSums:
         # those for which none came.
         self._expecting: set[torch.Tensor] = set()
         self._unknown: set[torch.Tensor] = set()
-        self._adder = Adder(device)
+        self._device = torch.device("cpu")
+        self._adder = Adder(self._device)
         self._nbytes = 0
         self.nbytes = 0
-        """Bytes that came down between the last `finish` and the one before."""
+        """Bytes that came down for the last step."""
 
-    def has(self, param: torch.Tensor) -> bool:
-        """Whether the gradient of `param` is here, neither cleared nor replaced."""
-        return param in self._markers and param.grad is self._markers[param]
+    # ---- in the backward ----
 
-    def watch(self, param: torch.Tensor) -> torch.utils.hooks.RemovableHandle:
-        """Has autograd make room before it accumulates a gradient of `param`.
+    def watch(self, param: torch.Tensor) -> list[torch.utils.hooks.RemovableHandle]:
+        """Has autograd make room before it accumulates a gradient of `param`, and move it then.
 
-        Until the hook that is returned is removed, or this object is gone.
+        Until the hooks that are returned are removed, or this object is gone.
         """
-        sums, watched = weakref.ref(self), weakref.ref(param)
+        if local(param).device != self._device:
+            # Nothing is summed: parameters are on one device.
+            self._device = local(param).device
+            self._adder = Adder(self._device)
+        collector, watched = weakref.ref(self), weakref.ref(param)
 
         def make_room(_: torch.Tensor) -> None:
-            alive, param = sums(), watched()
+            alive, param = collector(), watched()
             if alive is not None and param is not None and _is_accumulating():
                 alive.make_room(param)
 
-        handle: torch.utils.hooks.RemovableHandle = param.register_hook(make_room)  # type: ignore[no-untyped-call]
-        return handle
+        def on_grad(param: torch.Tensor) -> None:
+            # It may be what a hook of the program's has returned; torch raises behind all hooks.
+            if (alive := collector()) is not None and param is watched():
+                alive.on_grad(param)
+
+        # torch has no types for hooks.
+        return [
+            param.register_post_accumulate_grad_hook(on_grad),  # type: ignore[no-untyped-call]
+            param.register_hook(make_room),  # type: ignore[no-untyped-call]
+        ]
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """As that of `DeviceCollector`. Every backward is the same here."""
+        return contextlib.nullcontext()
 
     def make_room(self, param: torch.Tensor) -> None:
         """Before autograd accumulates into `param.grad`."""
         if param in self._expecting:
             # A backward failed in between. The sum may have been cleared since, or not.
             self._unknown.add(param)
-        if self.has(param):
+        if self._has(param):
             self._expecting.add(param)
             param.grad = None
         else:
             self._markers.pop(param, None)
             self._taken.pop(param, None)
 
-    @property
-    def unknown(self) -> list[torch.Tensor]:
-        """Parameters whose sum is not known, since a backward failed; until `clear`."""
-        return [*self._unknown, *(param for param in self._expecting if param.grad is None)]
+    def _has(self, param: torch.Tensor) -> bool:
+        """Whether the gradient of `param` is here, neither cleared nor replaced."""
+        return param in self._markers and param.grad is self._markers[param]
 
-    def written(self, params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Those of `params` whose gradient the program wrote where it was before it came here."""
-        return [
-            param for param in params if param in self._taken and self._taken[param].is_written()
-        ]
+    @torch.no_grad()
+    def on_grad(self, param: torch.Tensor) -> None:
+        """The gradient of `param` is accumulated: it is added to its sum, in the background.
 
-    def clear(self) -> None:
-        """All gradients were cleared."""
-        self._taken.clear()
-        self._views.clear()
-        self._expecting.clear()
-        self._unknown.clear()
-
-    def let_go(self, params: Iterable[torch.Tensor]) -> None:
-        """Forgets the sums of `params`."""
-        for param in params:
-            self._markers.pop(param, None)
-            self._taken.pop(param, None)
-            self._expecting.discard(param)
-            self._unknown.discard(param)
-
-    def zero_where_zeroed(self, params: Iterable[torch.Tensor]) -> None:
-        """Sets the sums to zero whose gradients were, since they came here. After `finish`."""
-        for param in params:
-            if self._markers[param].is_zeroed:
-                self._twins.grad(param).zero_()
-
-    def add(self, param: torch.Tensor, grad: torch.Tensor) -> None:
-        """Adds the contiguous `grad`, which `param` has, to its sum, and frees it on the device.
-
-        The addition is done in the background.
+        The device may free it.
 
         Raises:
-            ValueError: this is a forked child.
+            ValueError: it cannot be stepped, or this is a forked child.
         """
-        marker = self._markers.get(param)
+        if may_change_after_backward():
+            raise ValueError(
+                "`accumulate` is `host`, but other ranks have a part in the gradients. "
+                "hint: accumulate='device'"
+            )
+        # It reads the last sums.
+        self._background.idle()
+        check_in_place(param, self._twins.get(param), self._twins.device, self._label)
+        grad, marker = checked(param, self._label), self._markers.get(param)
         operation = assign if marker is None else add_to_zero if marker.is_zeroed else add
         self._adder.run(operation, self._twins.grad(param).view(-1), grad.view(-1))
         self._nbytes += grad.nbytes
@@ -198,11 +213,72 @@ class HostSums:
         taken.add(grad)
         self._taken[param] = taken
 
-    def wait(self) -> None:
-        """Waits until all is added; more may come."""
-        self._adder.finish()
+    # ---- in the step ----
 
-    def finish(self) -> None:
-        """Waits until all of a step is added."""
-        self.wait()
+    def gradients(self, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The gradients of `params`, which all have one, as they are stepped: the sums.
+
+        Raises:
+            ValueError: one of them cannot be stepped.
+        """
+        for param in params:
+            check_in_place(param, self._twins.get(param), self._twins.device, self._label)
+            if not self._has(param):
+                # Not autograd's.
+                self.make_room(param)
+                self.on_grad(param)
+        if unknown := [*self._unknown, *(each for each in self._expecting if each.grad is None)]:
+            raise ValueError(
+                f"a backward failed while it summed the gradient of {self._label(unknown[0])}. "
+                "hint: optimizer.zero_grad(), and the backwards of this step again"
+            )
+        taken = ((param, self._taken.get(param)) for param in params)
+        if written := [param for param, each in taken if each is not None and each.is_written()]:
+            raise ValueError(
+                f"the gradient of {self._label(written[0])} was written where it was before "
+                "`accumulate` `host` moved it to host memory: the program holds that tensor, or a "
+                "buffer of which it is a view. hint: clear gradients by optimizer.zero_grad(); "
+                "accumulate='device' where they lie in a buffer of the program's"
+            )
+        self._adder.finish()
         self.nbytes, self._nbytes = self._nbytes, 0
+        for param in params:
+            if self._markers[param].is_zeroed:
+                self._twins.grad(param).zero_()
+        return [self._twins.grad(param) for param in params]
+
+    def read(self, scalar: torch.Tensor, flag: torch.Tensor | None) -> tuple[float, bool]:
+        """The values of `scalar`, in host memory, and of `flag`, on the device; None: False."""
+        return float(scalar), flag is not None and bool(flag)
+
+    def missing(self, params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> list[int]:
+        """Which of the gradients of a step are not on the host: none."""
+        return []
+
+    # ---- what came counts no more ----
+
+    @contextlib.contextmanager
+    def clearing(self) -> Iterator[None]:
+        """The program clears all gradients in it."""
+        yield
+        self._taken.clear()
+        self._views.clear()
+        self._expecting.clear()
+        self._unknown.clear()
+
+    def reset(self) -> None:
+        """The step is over. Sums stay until the program clears their gradients."""
+
+    def end_engine(self, leaving: Iterable[torch.Tensor] = ()) -> None:
+        """Ends the engine, which unpins the host sides, and forgets the sums of `leaving`.
+
+        Raises:
+            OSError: the last step failed in the background.
+        """
+        self._adder.finish()
+        self._background.close()
+        for param in leaving:
+            self._markers.pop(param, None)
+            self._taken.pop(param, None)
+            self._expecting.discard(param)
+            self._unknown.discard(param)

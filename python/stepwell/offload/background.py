@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
     import torch
 
-    from stepwell.offload.collector import Collector
     from stepwell.offload.host_side import HostSide
     from stepwell.offload.sharding import Sharding
 
@@ -48,7 +47,6 @@ class Background:
 
     Args:
         host: the host side of the parameters.
-        collector: brings gradients there.
         sharding: the ranks that share steps; None: none does.
         threads: workers that step, as `OffloadAdamW` has it.
         label: what errors call a parameter.
@@ -57,7 +55,6 @@ class Background:
     def __init__(
         self,
         host: HostSide,
-        collector: Collector,
         sharding: Sharding | None,
         *,
         threads: int | None,
@@ -65,7 +62,6 @@ class Background:
     ) -> None:
         self._host = host
         self._twins = host.twins
-        self._collector = collector
         self._sharding = sharding
         self._deferred = host.deferred
         self._threads = threads
@@ -107,7 +103,7 @@ class Background:
                     self._deferred,
                     swapped,
                     label=self._label,
-                    sums_on_host=self._collector.sums_on_host,
+                    sums_on_host=self._host.sums_on_host,
                     threads_share=self._host.hosted_share,
                     lock=self._lock,
                 )
@@ -155,21 +151,17 @@ class Background:
         return engine
 
     def close(self) -> None:
-        """Ends the engine and the gate, after the last step.
+        """Ends the engine and the gate, after the last step. The engine unpins the host sides.
 
         Raises:
             OSError: the step failed in the background.
         """
         self.synchronize()
-        # The engine unpins the host sides.
-        self._collector.wait()
         engine, gate, self.engine, self.gate = self.engine, self.gate, None, None
         if gate is not None:
             gate.detach()
         if engine is not None:
             engine.close()
-        # What the engine has copied is gone with it.
-        self._collector.reset()
 
     # ---- waits ----
 

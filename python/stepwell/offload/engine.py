@@ -25,7 +25,6 @@ from stepwell._sharding import is_dtensor, local
 from stepwell.access.guard import Uploads
 from stepwell.access.under_way import without_waiting
 from stepwell.offload.budget import note_pinned
-from stepwell.offload.checksums import sums_of
 from stepwell.offload.contents import Contents
 from stepwell.offload.deferred import Extents, deferred_core
 from stepwell.offload.selection import Selector
@@ -310,15 +309,27 @@ class Engine(Uploads):
         self._core.order_after_copies(stream=self._stream())
 
     def checksums(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The checksums of contiguous tensors on the device (see `checksums`), in their order.
+        """The checksums of contiguous tensors on the device, in their order: each int64, 1-D.
 
-        In the order of the current stream. Those of tensors with equal sizes, and memory that
-        begins at equal places of a word, can be compared.
+        Each has `_core.CHECKSUM_SUMS` sums (`Device::checksums` has the formula). Those of tensors
+        with equal sizes, and memory that begins at equal places of a word, can be compared: bits
+        are summed, so there is no rounding, and a NaN equals itself. Only a change that is made for
+        it leaves every sum as it was.
+
+        They are taken in the order of the current stream, and the tensors are held until then. Cost
+        of each: one read of it, and 2 KiB.
 
         Raises:
-            OSError: the device has failed.
+            OSError: the device has no kernel for them, or has failed.
         """
-        return sums_of(self._core, tensors, self._stream())
+        sums = torch.empty(
+            (len(tensors), _core.CHECKSUM_SUMS), dtype=torch.int64, device=self._device
+        )
+        if tensors:
+            addresses = [tensor.data_ptr() for tensor in tensors]
+            sizes = [int(tensor.nbytes) for tensor in tensors]
+            self._core.checksums(addresses, sizes, sums.data_ptr(), stream=self._stream())
+        return list(sums.unbind())
 
     def discard(self) -> None:
         """Forgets the gradients taken since the last step: of a step that is skipped or refused.

@@ -1,6 +1,9 @@
-"""Gradients on their way from autograd to the host.
+"""Gradients that stay on the device, and come to the host once (`accumulate="device"`).
 
-Which backward is the last, and what was copied.
+The way of one: `watch` puts a hook on its parameter, which calls `on_grad`. The gradients of a
+backward that is known to be the last are set aside, and copied in batches (`_copy`), as far as they
+lie as their host sides do (`grad_checks`). The engine hands them to the core (`Engine.take`). All
+others are copied by the step (`missing`).
 
 A gradient that is copied during the backward may still be changed before the step (clipping,
 another backward). It is then copied again. A copy counts only while the gradient is the same tensor
@@ -11,59 +14,62 @@ not change the version. Of a DTensor all of this is said of its local tensor.
 from __future__ import annotations
 
 import contextlib
+import logging
 import weakref
 from functools import partial
-from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from stepwell._sharding import PLAIN, is_dtensor, local
-from stepwell._tensors import check_memory, contiguous_hint, is_run
-from stepwell.offload.checksums import differences
-from stepwell.offload.marker import GradMarker
+from stepwell._sharding import is_dtensor, piece_of
+from stepwell._tensors import is_run
+from stepwell.offload.engine import current_stream
+from stepwell.offload.grad_checks import gradients_of, lies_as
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from contextlib import AbstractContextManager
 
-__all__ = [
-    "Gradients",
-    "Known",
-    "Label",
-    "OnGrad",
-    "apart_from",
-    "check_in_place",
-    "checked",
-    "gradients_of",
-    "lies_as",
-    "may_change_after_backward",
-    "memories_of",
-    "piece_of",
-]
+    from torch.distributed.tensor import DTensor
 
+    from stepwell.offload.background import Background
+    from stepwell.offload.engine import Engine
+    from stepwell.offload.grad_checks import Label
+    from stepwell.offload.twins import Twins
 
-_Owner = TypeVar("_Owner")
+__all__ = ["DeviceCollector", "may_change_after_backward"]
 
-Label: TypeAlias = "Callable[[torch.Tensor], str]"
-"""What errors call a parameter."""
-
-Checksums: TypeAlias = "Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]"
-"""`Engine.checksums`."""
+_LOGGER = logging.getLogger(__name__)
 
 BATCH_BYTES = 256 << 20
 """Of gradients that are copied by one call: 5 ms of the bus. Less costs more calls of the thread
 that launches the backward; more leaves more of them to the step."""
 
 
-class Gradients:
-    """What has been copied since the last step.
+class DeviceCollector:
+    """Brings the gradients of a step to the host: a copy of each, in the backward or in the step.
+
+    Autograd adds those of several backwards on the device. `HostCollector` (`accumulation`) has the
+    same calls.
 
     Args:
+        twins: the host sides of the parameters.
+        background: has the engine that copies.
+        label: what errors call a parameter.
         accumulation_steps: backwards per step; None: not known.
     """
 
-    def __init__(self, accumulation_steps: int | None) -> None:
+    def __init__(
+        self, twins: Twins, background: Background, label: Label, accumulation_steps: int | None
+    ) -> None:
+        self._twins, self._background, self._label = twins, background, label
         self._accumulation_steps = accumulation_steps or 1
+        # Whether the user says which backward is the last, and has not said that this one is not.
+        self._knows_last = accumulation_steps is not None
         self._is_last = True
+        self._has_warned = False
+        # Of plain parameters, asked once per step; None: not yet.
+        self._may_change: bool | None = None
         # By the parameter's id (`twins`). They are forgotten before its twin is.
         self._backwards: dict[int, int] = {}
         self._waiting: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -72,48 +78,114 @@ class Gradients:
         # The memory of the latest, if it is a DTensor's.
         self._waiting_memory: int | None = None
         self._copied: dict[int, _Copied] = {}
-        self._checksums: Checksums | None = None
-        self.knows_last = accumulation_steps is not None
-        """Whether the user says which backward is the last."""
+        # What has copies that no stream has been ordered after, by the number of their backward.
+        self._copying: dict[int, Engine] = {}
+
+    # ---- in the backward ----
+
+    @property
+    def wants_hooks(self) -> bool:
+        """Whether autograd is to say when it is done with a gradient."""
+        return self._knows_last
+
+    def watch(self, param: torch.Tensor) -> list[torch.utils.hooks.RemovableHandle]:
+        """Has autograd call `on_grad` when it is done with a gradient of `param`.
+
+        Until the hooks that are returned are removed, or this object is gone.
+        """
+        collector = weakref.ref(self)
+
+        def on_grad(param: torch.Tensor) -> None:
+            if (alive := collector()) is not None:
+                alive.on_grad(param)
+
+        # torch has no types for hooks.
+        return [param.register_post_accumulate_grad_hook(on_grad)]  # type: ignore[no-untyped-call]
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Backwards in it are not the last before the step."""
+        # Hooks are wanted from now on, for those of the backwards outside.
+        self._knows_last = True
+        return self._not_last()
 
     @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Backwards in it are not the last."""
+    def _not_last(self) -> Iterator[None]:
         before, self._is_last = self._is_last, False
         try:
             yield
         finally:
             self._is_last = before
 
-    def count(self, param: torch.Tensor) -> bool:
-        """Counts a backward that reached `param`.
-
-        Returns whether it is known to be the last before the step.
-        """
+    def on_grad(self, param: torch.Tensor) -> None:
+        """The gradient of `param` is accumulated, maybe for the last time before the step."""
+        # Autograd's thread launches the backward, and is late with it: what can be left to the
+        # batch is left to it.
         key = id(param)
+        if key not in self._twins.ids:
+            # What a hook of the program's has returned; torch raises behind all hooks.
+            return
+        if is_dtensor(param) and not self._is_reduced(param):
+            return
+        grad = param.grad
+        if grad is not None and self._is_replaced(param, grad):
+            # The model has cleared the gradients.
+            self._forget()
         count = self._backwards[key] = self._backwards.get(key, 0) + 1
-        return self.knows_last and self._is_last and count >= self._accumulation_steps
+        is_last = self._knows_last and self._is_last and count >= self._accumulation_steps
+        if not is_last or grad is None or grad.layout != torch.strided:
+            return
+        if is_dtensor(param):
+            if not _is_placed_alike(param, grad):
+                return
+        elif self._may_change_after_backward():
+            return
+        if batch := self._set_aside(param, grad):
+            with torch.no_grad():
+                self._copy(batch)
 
-    def has_counted(self, param: torch.Tensor) -> bool:
-        """Whether a backward since the last step has reached `param`."""
-        return id(param) in self._backwards
+    def _is_reduced(self, param: DTensor) -> bool:
+        """Whether hooks of `param` are called where FSDP2 has reduced its gradient.
 
-    def add(
-        self, param: torch.Tensor, grad: torch.Tensor, stream: int
+        The stream is current then that it did so on. Copies and checksums come after that. FSDP2
+        has the training stream come after what is on this one at the end of the backward, and so
+        the norm and the second checksums. Nothing has to be recorded for the allocator: the engine
+        holds the memory until it is copied, and this object until the step has waited for its norm.
+
+        Not before the first step: an engine is not made in a backward, where modules have unsharded
+        parameters, so that none would be found that holds a sharded one.
+        """
+        guard = None if self._background.gate is None else self._background.gate.guard
+        return guard is not None and guard.is_reduced(param)
+
+    def _is_replaced(self, param: torch.Tensor, grad: torch.Tensor) -> bool:
+        """Whether another tensor than `grad` was copied or set aside for `param`."""
+        copied, waiting = self._copied.get(id(param)), self._waiting.get(id(param))
+        return (copied is not None and copied.grad is not grad) or (
+            waiting is not None and waiting[1] is not grad
+        )
+
+    def _may_change_after_backward(self) -> bool:
+        if self._may_change is None:
+            self._may_change = may_change_after_backward()
+        return self._may_change
+
+    def _set_aside(
+        self, param: torch.Tensor, grad: torch.Tensor
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Sets a last gradient aside, and returns those that are to be copied now.
 
         Each comes with its parameter.
 
         They are copied in batches, since each copy costs a call. All gradients of a batch were made
-        on `stream`, the current one: copies are ordered after no other. Where it changes, what was
-        set aside is left to the step.
+        on the current stream: copies are ordered after no other. Where it changes, what was set
+        aside is left to the step.
 
         The latest is never among them. The last of all is so left to the step, whose norm it would
         hold up: that comes down behind what is on its way. Nor are DTensors that share its memory:
         FSDP2 reduces those of a group into one tensor, so they come together, and have one version,
         which an addition to each of them changes.
         """
+        stream = current_stream(self._twins.device)
         if stream != self._waiting_stream:
             self._waiting, self._waiting_stream, self._waiting_nbytes = {}, stream, 0
         piece, memory = piece_of(grad), None
@@ -131,80 +203,152 @@ class Gradients:
         self._waiting[key] = param, grad
         return batch
 
-    def mark_copied(
-        self,
-        batch: Iterable[tuple[torch.Tensor, torch.Tensor]],
-        sums: Iterable[torch.Tensor],
-        checksums: Checksums,
-    ) -> None:
-        """These gradients are copied as they are now, in the order of the current stream.
+    def _copy(self, batch: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Copies gradients; those that cannot be are left to the step, which says why."""
+        copied = [pair for pair in batch if self._is_copyable(*pair)]
+        if not copied:
+            return
+        self._warn_of_outdated(copied)
+        engine = self._background.idle()
+        # First: what is copied behind a checksum is no older than it. And then no thread hands
+        # copies to the driver yet, which the launch would share it with.
+        params, grads = zip(*copied, strict=True)
+        sums = engine.checksums(list(map(piece_of, grads)))
+        engine.take(params, grads)
+        for param, grad, found in zip(params, grads, sums, strict=True):
+            self._copied[id(param)] = _Copied.of(grad, found)
+        self._order_at_the_end(engine)
 
-        Args:
-            batch: parameters with their gradients.
-            sums: their checksums, of now.
-            checksums: gives those of a later time.
+    def _is_copyable(self, param: torch.Tensor, grad: torch.Tensor) -> bool:
+        """Whether `grad` is as the host side of `param`: a copy reads no more than it has."""
+        twin = self._twins.get(param)
+        # The model may have been moved.
+        return twin is not None and lies_as(piece_of(grad), twin, self._twins.device)
+
+    def _order_at_the_end(self, engine: Engine) -> None:
+        """Has the backward that this is a hook of come to `_order_after_copies` when it ends."""
+        backward = torch._C._current_graph_task_id()
+        if backward not in self._copying:
+            self._copying[backward] = engine
+            _at_the_end_of_the_backward(partial(self._order_after_copies, backward))
+
+    def _order_after_copies(self, backward: int) -> None:
+        """A backward has ended: what the program does to gradients next comes after their copies.
+
+        It may scale them and scale them back, of which no checksum would tell, while a copy reads
+        them; or free them.
         """
-        self._checksums = checksums
-        for (param, grad), found in zip(batch, sums, strict=True):
-            piece = piece_of(grad)
-            memory = piece.shape, piece.device, piece.data_ptr()
-            self._copied[id(param)] = _Copied(grad, piece, piece._version, memory, found)
+        engine = self._copying.pop(backward, None)
+        if engine is None:
+            return
+        outer = _current_node()
+        # One within another, which goes on, would wait again and again. What comes next there has
+        # the other wait, at its end.
+        if outer is None or not _before_the_next_of(outer, partial(self._order_at_the_end, engine)):
+            engine.order_after_copies()
 
-    def is_copied(self, param: torch.Tensor, grad: torch.Tensor) -> bool:
-        """Whether `grad` is on the host as it is now, as far as `read_with` has looked."""
-        copied = self._copied.get(id(param))
-        return copied is not None and copied.grad is grad and copied.is_current
+    # ---- in the step ----
 
-    def read_with(self, numbers: torch.Tensor) -> list[float]:
-        """The values of `numbers`, a vector on the device.
+    def gradients(self, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The gradients of `params`, which all have one, as they are stepped: on the device.
+
+        Raises:
+            ValueError: one of them cannot be stepped.
+        """
+        return gradients_of(params, self._twins.get, self._twins.device, self._label)
+
+    def read(self, scalar: torch.Tensor, flag: torch.Tensor | None) -> tuple[float, bool]:
+        """The values of `scalar` and of `flag`, on the device. The thread waits for them.
 
         On the way, in the same transfer, it looks whether gradients that were copied have changed.
+        `flag`: None: False.
         """
+        numbers = [scalar.view(1)]
+        if flag is not None:
+            numbers.append(flag.view(1).to(scalar))
         copied = {key: each for key, each in self._copied.items() if each.is_current}
         # `grad.data = ...` gives it other memory.
         changed = {key for key, each in copied.items() if not each.is_in_place}
         compared = [key for key in copied if key not in changed]
-        count = len(numbers)
         if compared:
-            assert self._checksums is not None
-            now = self._checksums([copied[key].piece for key in compared])
-            differ = differences([copied[key].checksum for key in compared], now)
-            numbers = torch.cat([numbers, differ.to(numbers)])
-        found: list[float] = numbers.tolist()
-        pairs = zip(compared, found[count:], strict=True)
-        changed.update(key for key, differs in pairs if differs)
+            now = self._background.opened().checksums([copied[key].piece for key in compared])
+            before = torch.stack([copied[key].checksum for key in compared])
+            numbers.append((before != torch.stack(now)).any(1).to(scalar))
+        found: list[float] = torch.cat(numbers).tolist()
+        value, *differ = found
+        is_set = flag is not None and bool(differ.pop(0))
+        changed.update(key for key, differs in zip(compared, differ, strict=True) if differs)
         for key in changed:
             self._copied[key] = copied[key]._replace(version=_CHANGED)
-        return found[:count]
+        return value, is_set
 
-    def is_outdated(self, param: torch.Tensor, grad: torch.Tensor) -> bool:
-        """Whether a gradient of `param` was copied that `grad` is not any more."""
-        return id(param) in self._copied and not self.is_copied(param, grad)
+    def missing(self, params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> list[int]:
+        """Which of the gradients of a step are not on the host as they were in `read`."""
+        missing = list(range(len(params)))
+        if self._copied:
+            pairs = list(zip(params, grads, strict=True))
+            missing = [at for at in missing if not self._is_copied(*pairs[at])]
+            self._warn_of_outdated(pairs[at] for at in missing)
+        return missing
 
-    def is_replaced(self, param: torch.Tensor, grad: torch.Tensor) -> bool:
-        """Whether another tensor than `grad` was copied or set aside for `param`."""
-        copied, waiting = self._copied.get(id(param)), self._waiting.get(id(param))
-        return (copied is not None and copied.grad is not grad) or (
-            waiting is not None and waiting[1] is not grad
-        )
+    def _is_copied(self, param: torch.Tensor, grad: torch.Tensor) -> bool:
+        copied = self._copied.get(id(param))
+        return copied is not None and copied.grad is grad and copied.is_current
 
-    @property
-    def is_any_copied(self) -> bool:
-        """Whether a gradient was copied since the last step."""
-        return bool(self._copied)
+    def _warn_of_outdated(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Warns once if gradients of these parameters were copied that these are not any more."""
+        if self._has_warned or not self._copied:
+            return
+        count = sum(id(pair[0]) in self._copied and not self._is_copied(*pair) for pair in pairs)
+        if count:
+            self._has_warned = True
+            _LOGGER.warning(
+                "%d gradients were changed after they had been copied to the host, and cross the "
+                "bus again (said once). hint: clip by clip_norm; all backwards but the last before "
+                "a step under no_sync(), or accumulation_steps",
+                count,
+            )
+
+    # ---- what came counts no more ----
+
+    @contextlib.contextmanager
+    def clearing(self) -> Iterator[None]:
+        """The program clears all gradients in it. Waits for copies that no step has taken."""
+        # Ctrl-C may have ended the step before it did.
+        self._background.release()
+        self._forget()
+        yield
 
     @property
     def is_any_taken(self) -> bool:
         """Whether a gradient was copied or set aside since the last step."""
         return bool(self._copied or self._waiting)
 
+    def _forget(self) -> None:
+        """The gradients are cleared: their backwards do not count, their copies are let go."""
+        is_any_taken = self.is_any_taken
+        # First: Ctrl-C in the wait does not make the engine remember them.
+        self.reset()
+        if is_any_taken:
+            self._background.discard()
+
     def reset(self) -> None:
-        """Begins the next step, or this one anew."""
+        """The step is over: what came counts no more."""
         self._backwards = {}
         self._waiting = {}
         self._waiting_nbytes = 0
         self._copied = {}
-        self._checksums = None
+        self._copying = {}
+        self._may_change = None
+
+    def end_engine(self, leaving: Iterable[torch.Tensor] = ()) -> None:
+        """Ends the engine, and forgets what it has copied; also of parameters that are `leaving`.
+
+        Raises:
+            OSError: the last step failed in the background.
+        """
+        self._background.close()
+        self.reset()
 
 
 # No tensor has this version.
@@ -220,6 +364,13 @@ class _Copied(NamedTuple):
     memory: tuple[torch.Size, torch.device, int]
     checksum: torch.Tensor
 
+    @staticmethod
+    def of(grad: torch.Tensor, checksum: torch.Tensor) -> _Copied:
+        """As it is now, in the order of the current stream."""
+        piece = piece_of(grad)
+        memory = piece.shape, piece.device, piece.data_ptr()
+        return _Copied(grad, piece, piece._version, memory, checksum)
+
     @property
     def is_current(self) -> bool:
         """Whether no write was seen."""
@@ -232,25 +383,14 @@ class _Copied(NamedTuple):
         return is_run(piece) and self.memory == (piece.shape, piece.device, piece.data_ptr())
 
 
-def piece_of(grad: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of `grad`: the same tensor each time, in any grad mode."""
-    return grad._local_tensor if is_dtensor(grad) else grad
-
-
-class OnGrad(Generic[_Owner]):
-    """A hook that calls a method with the parameter whose gradient has been accumulated.
-
-    It does so as long as the method's object lives. It holds object and method apart: a call of a
-    `WeakMethod` takes as long as the rest of it.
-    """
-
-    def __init__(self, owner: _Owner, method: Callable[[_Owner, torch.Tensor], None]) -> None:
-        self._owner, self._method = weakref.ref(owner), method
-
-    def __call__(self, param: torch.Tensor) -> None:
-        """Autograd has accumulated the gradient of `param`."""
-        if (owner := self._owner()) is not None:
-            self._method(owner, param)
+def _is_placed_alike(param: DTensor, grad: torch.Tensor) -> bool:
+    """Whether this rank has of `grad` what it has of `param`, in a plain tensor."""
+    return (
+        is_dtensor(grad)
+        and grad.device_mesh == param.device_mesh
+        and grad.placements == param.placements
+        and type(piece_of(grad)) is torch.Tensor
+    )
 
 
 def may_change_after_backward() -> bool:
@@ -266,191 +406,36 @@ def may_change_after_backward() -> bool:
     )
 
 
-class Known(Protocol):
-    """What a parameter was when it was added."""
+def _at_the_end_of_the_backward(call: Callable[[], None]) -> None:
+    """Has autograd call it when the backward that this is a hook of has ended.
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Its dtype."""
-
-    @property
-    def shape(self) -> torch.Size:
-        """Of this rank's piece of it."""
-
-    @property
-    def nbytes(self) -> int:
-        """Of the same."""
-
-
-def gradients_of(
-    params: Iterable[torch.Tensor],
-    known: Callable[[torch.Tensor], Known | None],
-    device: torch.device,
-    label: Label,
-) -> list[torch.Tensor]:
-    """The gradients of `params`, which all have one, as they are stepped.
-
-    Args:
-        params: the parameters.
-        known: what each was when it was added; None: it never was.
-        device: where they are.
-        label: what errors call them.
-
-    Raises:
-        ValueError: one of them cannot be stepped.
+    The current stream is that of the caller of the backward then. A backward within another one
+    (reentrant checkpointing) calls it, too.
     """
-    grads = []
-    for param in params:
-        was, grad = known(param), param.grad
-        # Most are as they should be. What is not plain is looked at by itself.
-        is_ready = (
-            was is not None
-            and grad is not None
-            and lies_as(param, was, device)
-            and lies_as(grad, was, device)
-        )
-        if not is_ready:
-            check_in_place(param, was, device, label)
-            grad = checked(param, label)
-        assert grad is not None
-        grads.append(grad)
-    return grads
+    engine = torch.autograd.Variable._execution_engine
+    try:
+        # FSDP2 and DDP use it as well.
+        engine.queue_callback(call)
+    except RuntimeError:
+        # Not within a backward.
+        call()
 
 
-def memories_of(params: Iterable[torch.Tensor]) -> set[int]:
-    """Where the storages of `params` begin, for `apart_from`."""
-    return {_memory_of(param) for param in params} - {0}
+def _current_node() -> torch.autograd.graph.Node | None:
+    """What autograd is computing on this thread."""
+    return torch._C._current_autograd_node()
 
 
-def apart_from(memories: Collection[int], grads: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """`grads`, with a copy of each that lies in memory which the step writes.
+def _before_the_next_of(node: torch.autograd.graph.Node, call: Callable[[], None]) -> bool:
+    """Has autograd call it before it goes on behind `node`, which it is computing: if it does."""
+    handles: list[torch.utils.hooks.RemovableHandle] = []
 
-    The step reads some gradients when other weights are there already.
+    def ask(_: object) -> None:
+        for handle in handles:
+            handle.remove()
+        if handles:
+            handles.clear()
+            call()
 
-    Args:
-        memories: `memories_of` the parameters whose weights come with the step.
-        grads: gradients of the step.
-    """
-    return [grad.clone() if _memory_of(grad) in memories else grad for grad in grads]
-
-
-def _memory_of(tensor: torch.Tensor) -> int:
-    return local(tensor).untyped_storage().data_ptr()
-
-
-def lies_as(tensor: torch.Tensor, known: Known, device: torch.device) -> bool:
-    """Whether a plain tensor on `device` is as it is `known`: a copy reads what it has.
-
-    It is in one run, and its memory was not freed under it. False of what is not plain.
-    """
-    # What `is_run` and `has_memory` ask, in one: a step asks this twice of each parameter. With the
-    # dtype and the shape it has the bytes.
-    return (
-        type(tensor) in PLAIN
-        and tensor.layout == torch.strided
-        and tensor.dtype == known.dtype
-        and tensor.device == device
-        and tensor.shape == known.shape
-        and tensor.is_contiguous()
-        and not tensor.is_neg()
-        and (
-            known.nbytes == 0
-            or (
-                tensor.data_ptr() != 0
-                and tensor.untyped_storage().nbytes()
-                >= tensor.storage_offset() * tensor.itemsize + known.nbytes
-            )
-        )
-    )
-
-
-def check_in_place(
-    param: torch.Tensor, known: Known | None, device: torch.device, label: Label
-) -> None:
-    """Raises ValueError if `param` is not what it was when it was added.
-
-    `known`: that; None: it was never added.
-    """
-    if known is None:
-        raise ValueError(
-            f"{label(param)} has a gradient, but is frozen. "
-            "hint: parameter.requires_grad_(True), or parameter.grad = None"
-        )
-    piece = local(param)
-    if piece.device != device:
-        raise ValueError(
-            f"{label(param)} is on `{piece.device}`, expected `{device}`, where it was. "
-            "hint: move the model before the optimizer is made"
-        )
-    if piece.dtype != known.dtype or piece.shape != known.shape:
-        raise ValueError(
-            f"{label(param)} is `{piece.dtype}` of `{tuple(piece.shape)}`, expected "
-            f"`{known.dtype}` of `{tuple(known.shape)}`, as it was. hint: make a new optimizer and "
-            "load this one's state_dict()"
-        )
-    check_memory(piece, partial(label, param))
-    if piece.is_neg():
-        raise ValueError(
-            f"{label(param)} is negated lazily, expected its own elements in memory. "
-            "hint: parameter.data = parameter.data.resolve_neg()"
-        )
-    if not piece.is_contiguous():
-        raise ValueError(
-            f"{label(param)} is not contiguous any more (strides `{piece.stride()}`), expected "
-            f"rows one after the other, as it was. hint: {contiguous_hint(piece)}"
-        )
-
-
-def checked(param: torch.Tensor, label: Label) -> torch.Tensor:
-    """The gradient of `param`, which has one, as it is copied.
-
-    It is placed as the parameter is, in one run.
-
-    Raises:
-        ValueError: it cannot be stepped; the message calls the parameter `label(param)`.
-    """
-    piece, grad = local(param), param.grad
-    assert grad is not None
-    if isinstance(grad, GradMarker):
-        raise ValueError(  # noqa: TRY004
-            f"the gradient of {label(param)} is not there: an optimizer with `accumulate` `host` "
-            "moved it to host memory, and the program put back or shared what was in its place. "
-            "hint: accumulate='device' where gradients are stored, restored or used by two "
-            "optimizers"
-        )
-    found = local(grad)
-    if found.device != piece.device:
-        raise ValueError(
-            f"the gradient of {label(param)} is on `{found.device}`, expected `{piece.device}`, "
-            "where the parameter is. "
-            "hint: grad.to(parameter.device)"
-        )
-    if found.layout != torch.strided:
-        raise ValueError(
-            f"the gradient of {label(param)} is `{found.layout}`, expected a dense tensor. "
-            "hint: use dense gradients (nn.Embedding(sparse=False))"
-        )
-    if found.dtype != piece.dtype:
-        raise ValueError(
-            f"the gradient of {label(param)} is `{found.dtype}`, expected `{piece.dtype}`, as the "
-            "parameter. "
-            "hint: grad.to(parameter.dtype)"
-        )
-    if is_dtensor(param) != is_dtensor(grad):
-        raise ValueError(
-            f"only one of {label(param)} and its gradient is a DTensor. hint: distribute both alike"
-        )
-    if is_dtensor(param) and is_dtensor(grad) and grad.placements != param.placements:
-        grad = grad.redistribute(param.device_mesh, param.placements)
-        found = local(grad)
-    if found.shape != piece.shape:
-        raise ValueError(
-            f"the gradient of {label(param)} has the shape `{tuple(found.shape)}`, expected "
-            f"`{tuple(piece.shape)}`. "
-            "hint: clear stale gradients by zero_grad() after a change of the parameter"
-        )
-    check_memory(found, lambda: f"the gradient of {label(param)}")
-    # A copy of a lazy zero has memory.
-    return (
-        grad if is_run(found) else grad.clone(memory_format=torch.contiguous_format).resolve_neg()
-    )
+    handles += [each.register_prehook(ask) for each, _ in node.next_functions if each is not None]
+    return bool(handles)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from stepwell import _core, _state
-from stepwell._sharding import local
+from stepwell._sharding import is_dtensor, local
 from stepwell._tensors import Written, check_param
 from stepwell.offload.budget import GIB, announce, share_of_free_bytes
 from stepwell.offload.deferred import Extents, Memory, memory_of
@@ -47,6 +47,7 @@ class HostSide:
         swapped: has the state that does not fit into host memory; None: all is there.
         shares: the rows of each parameter that this rank steps; None: all of what it has.
         residents: parameters that have no host side; None: all have one.
+        sums_on_host: whether the gradients of several backwards are summed in host memory.
     """
 
     def __init__(
@@ -57,6 +58,8 @@ class HostSide:
         swapped: Swapped | None = None,
         shares: Shares | None = None,
         residents: Residents | None = None,
+        *,
+        sums_on_host: bool = False,
     ) -> None:
         # Beside a volume some of it is pinned, and some is not.
         self.twins = Twins(
@@ -65,6 +68,8 @@ class HostSide:
         self._residents = Residents(0) if residents is None else residents
         self.deferred = deferred
         """Which updates are deferred; None: none is."""
+        self.sums_on_host = sums_on_host
+        """Whether the gradients of several backwards are summed in host memory."""
         self.device = torch.device("cpu")
         """Where the parameters are."""
         self._moments = moments
@@ -98,6 +103,11 @@ class HostSide:
                 raise ValueError(
                     f"{labels[param]} is on `{local(param).device}`, others on `{device}`, "
                     "expected one device. hint: an optimizer for each device"
+                )
+            if self.sums_on_host and is_dtensor(param):
+                raise ValueError(
+                    f"{labels[param]} is a DTensor, `accumulate` is `host`. "
+                    "hint: accumulate='device'"
                 )
 
     @property

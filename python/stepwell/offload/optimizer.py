@@ -35,12 +35,10 @@ from stepwell.access.gate import remove
 from stepwell.access.guard import clear_grads
 from stepwell.access.under_way import wait_for
 from stepwell.offload import sharded_state
+from stepwell.offload.accumulation import WHY_NAN, HostCollector
 from stepwell.offload.background import Background
 from stepwell.offload.budget import GIB
-from stepwell.offload.collector import Collector, DeviceCollector, HostCollector
-from stepwell.offload.gradients import (
-    OnGrad,
-)
+from stepwell.offload.gradients import DeviceCollector
 from stepwell.offload.host_side import HostSide
 from stepwell.offload.norm import CLIP_EPS, gradient_norm
 from stepwell.offload.options import Accumulate, check_options
@@ -258,22 +256,26 @@ class OffloadAdamW(AdamW):
         swapped = None if tier is None else Swapped(tier, moments, threads, self._sharding)
         shares = None if self._sharding is None else self._sharding.shares
         self._residents = Residents(device_bytes_max)
-        self._host = HostSide(moments, host_bytes_max, deferred, swapped, shares, self._residents)
+        self._host = HostSide(
+            moments,
+            host_bytes_max,
+            deferred,
+            swapped,
+            shares,
+            self._residents,
+            sums_on_host=accumulate == "host",
+        )
         self._twins = self._host.twins
-        self._collector: Collector = (
-            HostCollector(self._host)
+        # Hooks lead to the collector, so that it must not hold the optimizer.
+        label = _labels_of(self)
+        self._background = Background(self._host, self._sharding, threads=threads, label=label)
+        self._collector = (
+            HostCollector(self._twins, self._background, label)
             if accumulate == "host"
-            else DeviceCollector(self._host, accumulation_steps)
+            else DeviceCollector(self._twins, self._background, label, accumulation_steps)
         )
         # What removes the hooks of a parameter, by its id. Its twin holds it.
         self._hooked: dict[int, weakref.finalize[Any, OffloadAdamW]] = {}
-        self._background = Background(
-            self._host,
-            self._collector,
-            self._sharding,
-            threads=threads,
-            label=_labels_of(self),
-        )
         self._steps = Steps(self._host, self._collector, self._background)
         self._spans = Spans(
             self._host,
@@ -361,7 +363,6 @@ class OffloadAdamW(AdamW):
     def _admit_new(self, new: list[torch.Tensor]) -> None:
         labels = dict(self._labelled())
         self._host.check(new, labels)
-        self._collector.check(new, labels)
         if self._sharding is not None:
             self._sharding.admit(new, labels)
         residents = self._residents.choose(new, labels)
@@ -379,8 +380,7 @@ class OffloadAdamW(AdamW):
         has_engine = self._engine is not None
         with self._host.announce(new, self._states, has_engine=has_engine):
             # It is made for a fixed list of parameters.
-            self._background.close()
-            self._collector.prepare(local(new[0]).device)
+            self._collector.end_engine()
             self._host.admit(new, self._states)
 
     def _let_go(self) -> None:
@@ -403,13 +403,12 @@ class OffloadAdamW(AdamW):
                         )
         if params := [param for param in self._twins if param not in living]:
             # It has pinned the memory.
-            self._background.close()
+            self._collector.end_engine(params)
             # Before the twins, which hold the parameters whose ids these are: Ctrl-C may come.
             for param in params:
                 if remove_hooks := self._hooked.pop(id(param), None):
                     remove_hooks()
             self._host.let_go(params, self._states)
-            self._collector.let_go(params)
             for param in params:
                 self._new_states.pop(param, None)
         if self._sharding is not None:
@@ -668,56 +667,22 @@ class OffloadAdamW(AdamW):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's. Waits only for copies of gradients that no step has taken."""
-        if not self._collector.sums_on_host:
-            # Ctrl-C may have ended the step before it did.
-            self._background.release()
-        self._forget_gradients()
-        if set_to_none:
-            clear_grads(param for group in self.param_groups for param in group["params"])
-        else:
-            super().zero_grad(set_to_none)
-        self._collector.clear()
+        with self._collector.clearing():
+            if set_to_none:
+                clear_grads(param for group in self.param_groups for param in group["params"])
+            else:
+                super().zero_grad(set_to_none)
 
     def _hook(self) -> None:
-        """Has autograd call `_on_grad` when it is done with a gradient, if the collector wants it.
+        """Has autograd tell the collector when it is done with a gradient, if that wants it.
 
         A frozen parameter takes no hook. It gets one in the first `no_sync` after it thaws.
         """
         if self._collector.wants_hooks:
             for param in self._twins:
                 if id(param) not in self._hooked and param.requires_grad and _calls_hooks(param):
-                    # torch has no types for hooks.
-                    hook = OnGrad(self, type(self)._on_grad)
-                    handles = [param.register_post_accumulate_grad_hook(hook)]  # type: ignore[no-untyped-call]
-                    handles += self._collector.watch(param)
+                    handles = self._collector.watch(param)
                     self._hooked[id(param)] = weakref.finalize(self, remove, handles)
-
-    def _on_grad(self, param: torch.Tensor) -> None:
-        """The gradient of `param` is accumulated, maybe for the last time before the step."""
-        if id(param) not in self._hooked:
-            # What a hook of the program's has returned; torch raises behind all hooks.
-            return
-        # FSDP2 calls hooks where it has reduced a gradient, with the stream current that it did so
-        # on. Copies and checksums come after that. FSDP2 has the training stream come after what is
-        # on this one at the end of the backward, and so the norm and the second checksums. Nothing
-        # has to be recorded for the allocator: the engine holds the memory until it is copied, and
-        # the collector until the step has waited for its norm.
-        #
-        # Not before the first step: an engine is not made in a backward, where modules have
-        # unsharded parameters, so that none would be found that holds a sharded one.
-        guard = None if self._gate is None else self._gate.guard
-        if is_dtensor(param) and (guard is None or not guard.is_reduced(param)):
-            return
-        if self._collector.is_replaced(param):
-            # The model has cleared the gradients.
-            self._forget_gradients()
-        self._collector.on_grad(param, self._background.idle, self._label)
-
-    def _forget_gradients(self) -> None:
-        """The gradients are cleared: their backwards do not count, their copies are let go."""
-        # First: Ctrl-C in the wait does not make the engine remember them.
-        if self._collector.reset():
-            self._background.discard()
 
     # ---- the step ----
 
@@ -825,7 +790,7 @@ class OffloadAdamW(AdamW):
     def _begin_step(self) -> bool:
         """Decides on the step and has it begin; whether there is one."""
         begin = time.perf_counter()
-        if self._collector.sums_on_host and getattr(self, "found_inf", None) is not None:
+        if self._host.sums_on_host and getattr(self, "found_inf", None) is not None:
             raise ValueError(
                 "GradScaler cannot see gradients under accumulate='host'. hint: accumulate='device'"
             )
@@ -877,7 +842,7 @@ class OffloadAdamW(AdamW):
             )
         what = f"the norm of the gradients is `{norm}`"
         if math.isnan(norm):
-            what += self._collector.explain_nan()
+            what += WHY_NAN if self._host.sums_on_host else ""
         elif facts.is_nonfinite and math.isfinite(norm):
             what = "a gradient of another rank is not finite"
         has_updates = is_awaited or bool(looked.params)
@@ -905,7 +870,7 @@ class OffloadAdamW(AdamW):
             value, is_set = self._collector.read(scalar, flag)
             return value
 
-        place = self._collector.place
+        place = torch.device("cpu") if self._host.sums_on_host else self._host.device
         return gradient_norm(looked.params, looked.grads, place, read=read), is_set
 
     def _contents(self) -> Contents:

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from stepwell import _core, _state
 from stepwell._binding import Rounding, bind
-from stepwell._sharding import PLAIN
-from stepwell.offload.gradients import check_in_place, piece_of
+from stepwell._sharding import PLAIN, piece_of
+from stepwell.offload.grad_checks import check_in_place
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 
     import torch
 
+    from stepwell.offload.accumulation import HostCollector
     from stepwell.offload.background import Background
-    from stepwell.offload.collector import Collector
+    from stepwell.offload.gradients import DeviceCollector
     from stepwell.offload.host_side import HostSide
     from stepwell.offload.residents import Residents
     from stepwell.offload.shares import Shares
@@ -86,7 +87,7 @@ class Spans:
         self,
         host: HostSide,
         residents: Residents,
-        collector: Collector,
+        collector: DeviceCollector | HostCollector,
         background: Background,
         *,
         shares: Shares | None,
@@ -159,7 +160,7 @@ class Spans:
             check_in_place(frozen, None, self._host.device, label)
         looked = Looked(look.groups, look.params, look.grads, [], look.on_device, [])
         moved: Sequence[int] = look.moved
-        if self._collector.sums_on_host:
+        if self._host.sums_on_host:
             moved = range(len(looked.params))
         bind_each = partial(self._bind_each, looked, groups, states, new_states, labelled)
         if moved:
@@ -168,9 +169,7 @@ class Spans:
             hosted = [at for at in moved if at not in on_device]
             params = looked.params
             found = self._residents.gradients([params[at] for at in residents], label)
-            found += self._collector.gradients(
-                [params[at] for at in hosted], self._background.idle, label
-            )
+            found += self._collector.gradients([params[at] for at in hosted])
             bind_each(dict(sorted(zip([*residents, *hosted], found, strict=True))))
         if overlapping := self.store.overlapping():
             # The step reads some gradients when other weights are there already.

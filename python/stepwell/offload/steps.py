@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from stepwell.offload.accumulation import HostCollector
 from stepwell.offload.deferred_steps import DeferralMetrics, DeferredSteps, StepKind
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
     from stepwell import _core, _state
     from stepwell.offload.background import Background
-    from stepwell.offload.collector import Collector
+    from stepwell.offload.gradients import DeviceCollector
     from stepwell.offload.host_side import HostSide
     from stepwell.offload.spans import Looked
 
@@ -33,7 +34,12 @@ class Steps:
         background: the engine, and the gate in front of forwards.
     """
 
-    def __init__(self, host: HostSide, collector: Collector, background: Background) -> None:
+    def __init__(
+        self,
+        host: HostSide,
+        collector: DeviceCollector | HostCollector,
+        background: Background,
+    ) -> None:
         self._host, self._collector, self._background = host, collector, background
         deferred = host.deferred
         self._deferred: DeferredSteps | None = None
@@ -124,7 +130,8 @@ class Steps:
         params, _ = looked.hosted
         # After the norm, which would come down behind them; the step begins with the first that
         # is there.
-        self._collector.take_missing(looked.params, looked.grads, engine)
+        if missing := self._collector.missing(looked.params, looked.grads):
+            engine.take_looked_at(missing)
         self._host.prepare_commit(params, states)
         # Weights of deferred updates land with this step, also those of parameters without
         # update.
@@ -174,8 +181,8 @@ class Steps:
         if engine.selector is not None:
             timing["selected_share"] = engine.selector.share
             timing["selected_bytes"] = engine.selected_bytes
-        if (bytes_downloaded := self._collector.bytes_downloaded) is not None:
-            timing["bytes_downloaded"] = bytes_downloaded
+        if isinstance(self._collector, HostCollector):
+            timing["bytes_downloaded"] = self._collector.nbytes
         if swapped is not None and swapped.core is not None:
             timing["bytes_read"], timing["bytes_written"] = swapped.core.bytes_moved
         return timing

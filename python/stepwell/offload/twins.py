@@ -103,6 +103,8 @@ class Twins:
         # a function in Python. While a parameter has a twin, that holds it, and its id is its own.
         self._twins: dict[int, Twin] = {}
         self._num_buffers = 2 if have_gradients else 1
+        self.device = torch.device("cpu")
+        """Where the parameters are."""
 
     def nbytes(self, params: Iterable[torch.Tensor]) -> int:
         """Bytes of host memory that `add` takes."""
@@ -168,6 +170,7 @@ class Twins:
         begin = 0
         for param in params:
             piece = self.piece(param)
+            self.device = piece.device
             places = [memory[begin : begin + piece.nbytes] for memory in memories]
             if len(memories) == 1:
                 places.append(untouched[: piece.nbytes])
