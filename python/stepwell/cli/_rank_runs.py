@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
-import socket
-import subprocess
-import sys
-import tempfile
-import time
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stepwell.cli._memory_rate import bound
+from stepwell.cli._processes import launched, run_processes
 from stepwell.cli._report import case_table, failed_case
 
 if TYPE_CHECKING:
@@ -27,9 +20,6 @@ if TYPE_CHECKING:
     from stepwell.cli._offload_cases import Workload
 
 __all__ = ["draw_ranks", "measure_ranks", "print_ranks"]
-
-_CASE_SECONDS_MAX = 1800
-_POLL_SECONDS = 0.1
 
 
 def _is_cut(name: str) -> bool:
@@ -111,70 +101,9 @@ def measure_ranks(
 def _run(console: Console, name: str, workload: Workload, num_ranks: int) -> dict[str, Any]:
     """Runs a case; all its ranks end when one fails."""
     console.print(f"running: {name}, {num_ranks} ranks", style="dim", highlight=False)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [
-        sys.executable,
-        "-m",
-        "stepwell.cli._rank_cases",
-        json.dumps({"name": name, "plan": asdict(workload)}),
-    ]
-    # ninja, without which DeepSpeed's op is not built, is installed beside this interpreter.
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-    with tempfile.TemporaryDirectory() as folder:
-        errors = [Path(folder, f"rank{rank}.err") for rank in range(num_ranks)]
-        output = Path(folder, "rank0.out")
-        processes = []
-        try:
-            for rank in range(num_ranks):
-                launched = {
-                    "RANK": str(rank),
-                    "LOCAL_RANK": str(rank),
-                    "WORLD_SIZE": str(num_ranks),
-                    "LOCAL_WORLD_SIZE": str(num_ranks),
-                    "MASTER_ADDR": "127.0.0.1",
-                    "MASTER_PORT": str(port),
-                }
-                with (
-                    errors[rank].open("wb") as stderr,
-                    (output if rank == 0 else Path(os.devnull)).open("wb") as stdout,
-                ):
-                    processes.append(
-                        subprocess.Popen(
-                            command,
-                            stdout=stdout,
-                            stderr=stderr,
-                            env={**os.environ, **launched, "PATH": path},
-                        )
-                    )
-            why = _wait(processes)
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
-        lines = output.read_text().strip().splitlines()
-        if why is None and lines:
-            result: dict[str, Any] = json.loads(lines[-1])
-            return result
-        if isinstance(why, int):
-            said = errors[why].read_text().strip().splitlines()[-1:]
-            why = f"rank {why}: {said[0] if said else f'code {processes[why].returncode}'}"
-    why = why or "rank 0 has printed nothing"
-    return failed_case(console, name, why)
-
-
-def _wait(processes: list[subprocess.Popen[bytes]]) -> int | str | None:
-    """Waits for all ranks; the rank that has failed, or why, if they have not all ended well."""
-    end = time.monotonic() + _CASE_SECONDS_MAX
-    while time.monotonic() < end:
-        codes = [process.poll() for process in processes]
-        if failed := [rank for rank, code in enumerate(codes) if code]:
-            return failed[0]
-        if all(code == 0 for code in codes):
-            return None
-        time.sleep(_POLL_SECONDS)
-    return f"it took more than {_CASE_SECONDS_MAX} seconds"
+    asked = {"name": name, "plan": asdict(workload)}
+    result = run_processes("stepwell.cli._rank_cases", asked, launched(num_ranks))
+    return failed_case(console, name, result) if isinstance(result, str) else result
 
 
 def print_ranks(console: Console, report: dict[str, Any]) -> None:

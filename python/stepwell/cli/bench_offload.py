@@ -6,22 +6,17 @@ and against the bound of an exact step that hides nothing.
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import signal
-import subprocess
 import sys
-import tempfile
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from stepwell.cli._cases import DEFAULT_CASES, RANK_CASES, Case
 from stepwell.cli._memory_rate import MemoryRate, bound
+from stepwell.cli._processes import run_processes
 from stepwell.cli._rank_runs import draw_ranks, measure_ranks, print_ranks
 from stepwell.cli._report import case_table, failed_case
 
@@ -33,7 +28,6 @@ if TYPE_CHECKING:
 
 __all__ = ["bench_offload", "run_case"]
 
-_CASE_SECONDS_MAX = 1800
 _WIDTH_PIPED = 170
 _BUS_BYTES = 1 << 30
 _PEER = "deepspeed"
@@ -310,46 +304,9 @@ def _host_bytes_per_param(name: str) -> float | None:
 def run_case(console: Console, name: str, workload: Workload) -> dict[str, Any]:
     """Runs a case in a process of its own."""
     console.print(f"running: {name}", style="dim", highlight=False)
-    command = [
-        sys.executable,
-        "-m",
-        "stepwell.cli._offload_cases",
-        json.dumps({"name": name, "plan": asdict(workload)}),
-    ]
-    # ninja, without which DeepSpeed's op is not built, is installed beside this interpreter.
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-    # Not pipes: a process that DeepSpeed's ZenFlow leaves behind would hold them open.
-    with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
-        case = subprocess.Popen(
-            command,
-            stdout=stdout,
-            stderr=stderr,
-            env={**os.environ, "PATH": path},
-            start_new_session=True,
-        )
-        try:
-            code = case.wait(timeout=_CASE_SECONDS_MAX)
-        except subprocess.TimeoutExpired:
-            return failed_case(console, name, f"it took more than {_CASE_SECONDS_MAX} seconds")
-        finally:
-            _end_session(case)
-        lines, errors = _lines(stdout), _lines(stderr)
-    if code == 0 and lines:
-        result: dict[str, Any] = json.loads(lines[-1])
-        return result
-    return failed_case(console, name, errors[-1] if errors else f"it ended with the code {code}")
-
-
-def _end_session(case: subprocess.Popen[bytes]) -> None:
-    """Ends all processes of a case, and waits for it."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(case.pid, signal.SIGKILL)
-    case.wait()
-
-
-def _lines(file: IO[str]) -> list[str]:
-    file.seek(0)
-    return file.read().strip().splitlines()
+    asked = {"name": name, "plan": asdict(workload)}
+    result = run_processes("stepwell.cli._offload_cases", asked, [{}])
+    return failed_case(console, name, result) if isinstance(result, str) else result
 
 
 def _print(console: Console, report: dict[str, Any]) -> None:
