@@ -42,21 +42,21 @@ def launched(num_ranks: int) -> list[dict[str, str]]:
 
 
 def run_processes(
-    module: str, asked: dict[str, Any], environments: Sequence[Mapping[str, str]]
+    program: Sequence[str], asked: dict[str, Any], environments: Sequence[Mapping[str, str]]
 ) -> dict[str, Any] | str:
-    """Runs `python -m MODULE ASKED`, where ASKED is JSON, once in each of the environments.
+    """Runs `python PROGRAM ASKED`, where ASKED is JSON, once in each of the environments.
 
     All end when one fails.
 
     Args:
-        module: prints a JSON object in its last line.
+        program: a path, or `-m` and a module. It prints a JSON object in its last line.
         asked: plain values.
         environments: what each process has beside the environment of this one.
 
     Returns:
         what the first process has printed; or why there is nothing.
     """
-    command = [sys.executable, "-m", module, json.dumps(asked)]
+    command = [sys.executable, *program, json.dumps(asked)]
     # ninja, without which DeepSpeed's op is not built, is installed beside this interpreter.
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     with tempfile.TemporaryDirectory() as folder:

@@ -1,25 +1,42 @@
-"""`stepwell bench offload --ranks`: starts the ranks of each case, and shows what they measured."""
+"""Training steps of several ranks of this host, with the optimizer in host memory.
+
+    python benches/offload_ranks.py --ranks 2 [--size 1b] [--steps 8] [--warm-up 3] [--case ddp ...]
+
+All ranks are on this host, each on a GPU of its own if there are GPUs, with samples of its own:
+
+- `ddp`: DistributedDataParallel and OffloadAdamW, which steps everything on every rank;
+  `ddp, shard`: with shard=True, each rank steps its share.
+- `fsdp2`: fully_shard and OffloadAdamW, whose gradients cross the bus during the backward.
+- `deepspeed, stage=2`, `deepspeed, stage=3`: ZeRO with CPU offload of the optimizer;
+  `deepspeed on stepwell` likewise, with Stepwell registered. ZeRO-2 has `round_robin_gradients`.
+- `deepspeed, stage=2, all on the devices`, likewise of stage 3: without offload.
+
+Each time is held against L + bytes / R, as by `stepwell bench offload`. L is that of DDP, of FSDP2
+(also for ZeRO-3), and for ZeRO-2 that of the case that has all on the devices.
+"""
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stepwell.cli._memory_rate import bound
+import torch
+from rank_cases import CASES
+from rich.console import Console
+from stepwell.cli._memory_rate import MemoryRate, bound
+from stepwell.cli._offload_cases import Workload
 from stepwell.cli._processes import launched, run_processes
-from stepwell.cli._report import case_table, failed_case
+from stepwell.cli._report import case_table, circumstances, failed_case, write, write_json
+from stepwell.cli._step_times import circumstances_line
+from stepwell.cli.bench_offload import bus_gb_per_second, host_bytes_per_param
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from matplotlib.figure import Figure
-    from rich.console import Console
-
-    from stepwell.cli._memory_rate import MemoryRate
-    from stepwell.cli._offload_cases import Workload
-
-__all__ = ["draw_ranks", "measure_ranks", "print_ranks"]
 
 
 def _is_cut(name: str) -> bool:
@@ -63,7 +80,7 @@ def measure_ranks(
 
     Args:
         console: for what is going on.
-        names: of `RANK_CASES`.
+        names: of `CASES`.
         workload: what is trained; each rank has samples of its own.
         num_ranks: processes, each on a GPU of its own where there are GPUs.
         memory: the rate of host memory, which all ranks share.
@@ -102,7 +119,9 @@ def _run(console: Console, name: str, workload: Workload, num_ranks: int) -> dic
     """Runs a case; all its ranks end when one fails."""
     console.print(f"running: {name}, {num_ranks} ranks", style="dim", highlight=False)
     asked = {"name": name, "plan": asdict(workload)}
-    result = run_processes("stepwell.cli._rank_cases", asked, launched(num_ranks))
+    result = run_processes(
+        [str(Path(__file__).with_name("rank_cases.py"))], asked, launched(num_ranks)
+    )
     return failed_case(console, name, result) if isinstance(result, str) else result
 
 
@@ -158,8 +177,6 @@ def print_ranks(console: Console, report: dict[str, Any]) -> None:
 
 def draw_ranks(figure: Figure, report: dict[str, Any]) -> None:
     """Draws what a step of each case takes, and the losses."""
-    from stepwell.cli._step_times import circumstances_line
-
     done = [case for case in report["cases"] if "seconds" in case]
     left, right = figure.subplots(1, 2)
     left.barh([case["name"] for case in done], [case["seconds"] for case in done])
@@ -171,3 +188,57 @@ def draw_ranks(figure: Figure, report: dict[str, Any]) -> None:
     right.set_ylabel("loss")
     right.legend(fontsize=7)
     figure.suptitle(circumstances_line(report), fontsize=9)
+
+
+def main() -> None:
+    """Measures the cases, prints the table and writes it."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, required=True)
+    parser.add_argument("--size", default="1b")
+    parser.add_argument("--sequence-length", type=int, default=4096)
+    parser.add_argument("--micro-batch", type=int, default=1)
+    parser.add_argument("--accumulation", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--warm-up", type=int, default=3)
+    parser.add_argument("--case", action="append", dest="cases", choices=CASES)
+    parser.add_argument("--out", type=Path, default=Path("stepwell-bench"))
+    args = parser.parse_args()
+    if 0 < torch.cuda.device_count() < args.ranks:
+        parser.error(
+            f"--ranks is `{args.ranks}`, expected `{torch.cuda.device_count()}` at most, one for "
+            "each GPU. hint: CUDA_VISIBLE_DEVICES= for the CPU"
+        )
+    workload = Workload(
+        size=args.size,
+        sequence_length=args.sequence_length,
+        micro_batch=args.micro_batch,
+        accumulation=args.accumulation,
+        steps=args.steps,
+        warm_up_steps=args.warm_up,
+        clip_norm=1.0,
+        seed=0,
+        text=None,
+    )
+    console, memory, name = Console(width=170), MemoryRate(), "bench_offload_ranks"
+    report: dict[str, Any] = {
+        **circumstances("python benches/offload_ranks.py"),
+        "plan": asdict(workload),
+        "memory_gb_per_second": memory.gb_per_second,
+        "bus_gb_per_second": bus_gb_per_second(),
+    }
+    systems = ("stepwell", "deepspeed", "deepspeed on stepwell")
+    report |= measure_ranks(
+        console,
+        args.cases or list(CASES),
+        workload,
+        args.ranks,
+        memory=memory,
+        bytes_per_param={system: host_bytes_per_param(system) for system in systems},
+        keep=lambda known: write_json(args.out, name, report | known),
+    )
+    print_ranks(console, report)
+    write(console, args.out, name, report, lambda figure: draw_ranks(figure, report))
+
+
+if __name__ == "__main__":
+    main()
