@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 benches/rank_phases.py "deepspeed on stepwell, stage=3"
 
-The case is one of `stepwell bench offload --ranks`. Prints a JSON object of rank 0, per step and in
+The case is one of `offload_ranks.py`. Prints a JSON object of rank 0, per step and in
 milliseconds:
 
 - `step`: from one forward to the next, nothing waited for between the phases. A median.
@@ -26,6 +26,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import rank_cases as ranked
 import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
@@ -133,8 +134,6 @@ def profiled(run: Run, batches: list[torch.Tensor]) -> dict[str, object]:
 
 def measure(name: str, size: str, sequence_length: int, steps: int) -> dict[str, object]:
     """Runs a rank of a case in this process."""
-    from stepwell.cli import _rank_cases as ranked
-
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -157,10 +156,8 @@ def measure(name: str, size: str, sequence_length: int, steps: int) -> dict[str,
 
 def main() -> None:
     """Measures one case on the ranks of the launcher."""
-    from stepwell.cli._cases import RANK_CASES
-
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("case", choices=RANK_CASES)
+    parser.add_argument("case", choices=ranked.CASES)
     parser.add_argument("--size", default="1b")
     parser.add_argument("--sequence-length", type=int, default=4096)
     parser.add_argument("--steps", type=int, default=6)

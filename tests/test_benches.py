@@ -213,3 +213,35 @@ def test_what_is_not_a_report_is_not_drawn(tmp_path, content):
     ended = bench("plot", "report.json", cwd=tmp_path)
     assert ended.returncode == 1
     assert "report.json" in ended.stderr
+
+
+# ---- ranks ----
+
+
+def test_offload_on_two_ranks(tmp_path):
+    pytest.importorskip("transformers")
+    size = ("--size", "tiny", "--sequence-length", "16", "--steps", "3", "--warm-up", "1")
+    ended = bench(
+        "offload_ranks",
+        *("--ranks", "2", "--case", "ddp, shard", *size),
+        *("--out", tmp_path),
+        cwd=tmp_path,
+        CUDA_VISIBLE_DEVICES="",
+        OMP_NUM_THREADS="1",
+    )
+    assert ended.returncode == 0, ended.stderr
+    report = json.loads((tmp_path / "bench_offload_ranks.json").read_text())
+    assert report["ranks"] == 2
+    (ours,) = report["cases"]
+    assert "failure" not in ours, ours["failure"]
+    assert ours["num_params"] == 4983040
+    # State is stepped once on the host, whatever the number of ranks.
+    assert ours["bytes_per_param"] == 26
+    assert ours["bound_seconds"] == pytest.approx(
+        report["forward_backward_seconds"]["ddp"]
+        + 26 * 4983040 / ours["memory_gb_per_second"] / 1e9
+    )
+    assert ours["breakdown"]["bytes_downloaded"] < 2 * 4983040
+    assert ours["breakdown"]["bytes_gathered"] + ours["breakdown"]["bytes_uploaded"] == 2 * 4983040
+    assert ours["norms_agree"]
+    assert ours["losses"][-1] < ours["losses"][0]

@@ -76,34 +76,6 @@ def test_offload_is_held_against_the_bound(tmp_path):
     assert (tmp_path / "bench_offload.png").stat().st_size > 0
 
 
-def test_offload_on_two_ranks(tmp_path):
-    pytest.importorskip("transformers")
-    size = ("--size", "tiny", "--sequence-length", "16", "--steps", "3", "--warm-up", "1")
-    ended = stepwell(
-        *("bench", "offload", "--ranks", "2", "--case", "ddp, shard", *size),
-        *("--out", str(tmp_path)),
-        cwd=tmp_path,
-        CUDA_VISIBLE_DEVICES="",
-        OMP_NUM_THREADS="1",
-    )
-    assert ended.returncode == 0, ended.stderr
-    report = json.loads((tmp_path / "bench_offload_ranks.json").read_text())
-    assert report["ranks"] == 2
-    (ours,) = report["cases"]
-    assert "failure" not in ours, ours["failure"]
-    assert ours["num_params"] == 4983040
-    # State is stepped once on the host, whatever the number of ranks.
-    assert ours["bytes_per_param"] == 26
-    assert ours["bound_seconds"] == pytest.approx(
-        report["forward_backward_seconds"]["ddp"]
-        + 26 * 4983040 / ours["memory_gb_per_second"] / 1e9
-    )
-    assert ours["breakdown"]["bytes_downloaded"] < 2 * 4983040
-    assert ours["breakdown"]["bytes_gathered"] + ours["breakdown"]["bytes_uploaded"] == 2 * 4983040
-    assert ours["norms_agree"]
-    assert ours["losses"][-1] < ours["losses"][0]
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -115,7 +87,6 @@ def test_offload_on_two_ranks(tmp_path):
         (("--case", "stepwell, untold=1"), "`untold=1`"),
         (("--case", "stepwell, fraction=0.1"), "`deferred`"),
         (("--case", "stepwell volume q8, durability=none"), "--drive"),
-        (("--ranks", "2", "--case", "torch"), "ddp, shard"),
     ],
 )
 def test_offload_names_what_it_does_not_know(arguments, said):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["DEFAULT_CASES", "RANK_CASES", "SYSTEMS", "Case"]
+__all__ = ["DEFAULT_CASES", "SYSTEMS", "Case"]
 
 
 def _is(expected: str, value: str) -> str:
@@ -60,15 +60,6 @@ DEFAULT_CASES = (
     *("torch", "stepwell", "stepwell q8", "stepwell volume", "stepwell volume q8"),
     *("deepspeed", "deepspeed on stepwell"),
 )
-
-RANK_CASES = (
-    *("ddp", "ddp, shard", "fsdp2"),
-    *("deepspeed, stage=2, all on the devices", "deepspeed, stage=2"),
-    "deepspeed on stepwell, stage=2",
-    *("deepspeed, stage=3, all on the devices", "deepspeed, stage=3"),
-    "deepspeed on stepwell, stage=3",
-)
-"""All that there are with `--ranks`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,9 +5,9 @@ Both have the same model, data and steps.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-import socket
 import statistics
 import time
 from dataclasses import dataclass, field
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from stepwell.cli._processes import launched
 from stepwell.cli._quiet import quiet_deepspeed
 
 if TYPE_CHECKING:
@@ -159,7 +160,7 @@ def with_deepspeed(workload: Workload, moments: Moments, on_step: Callable[[floa
         },
         "steps_per_print": 1 << 30,
     }
-    with _single_rank(workload.device):
+    with _single_rank():
         engine, *_ = deepspeed.initialize(
             model=model, model_parameters=model.parameters(), config=config
         )
@@ -179,31 +180,18 @@ def with_deepspeed(workload: Workload, moments: Moments, on_step: Callable[[floa
     return curve
 
 
-class _single_rank:  # noqa: N801
+@contextlib.contextmanager
+def _single_rank() -> Iterator[None]:
     """A process group of this process alone, and the environment that DeepSpeed takes it from."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._is_cuda = device.type == "cuda"
-
-    def __enter__(self) -> None:
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            port = listener.getsockname()[1]
-        self._before = dict(os.environ)
-        os.environ |= {
-            "RANK": "0",
-            "LOCAL_RANK": "0",
-            "WORLD_SIZE": "1",
-            "LOCAL_WORLD_SIZE": "1",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-        }
-
-    def __exit__(self, *exception: object) -> None:
+    before = dict(os.environ)
+    os.environ |= launched(1)[0]
+    try:
+        yield
+    finally:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
         os.environ.clear()
-        os.environ |= self._before
+        os.environ |= before
 
 
 def with_torch(workload: Workload, on_step: Callable[[float], None]) -> Curve:

@@ -10,7 +10,6 @@ import gc
 import json
 import os
 import resource
-import socket
 import statistics
 import sys
 import time
@@ -23,6 +22,7 @@ import torch
 
 from stepwell.cli._cases import Case
 from stepwell.cli._llama import LlamaShape, read_text
+from stepwell.cli._processes import launched
 from stepwell.cli._quiet import quiet_deepspeed
 
 if TYPE_CHECKING:
@@ -346,16 +346,7 @@ def deepspeed_run(
         is_alone: whether there is no other rank, and no launcher has said so.
     """
     if is_alone:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        os.environ |= {
-            "RANK": "0",
-            "WORLD_SIZE": "1",
-            "LOCAL_RANK": "0",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-        }
+        os.environ |= launched(1)[0]
     if torch.cuda.is_available():
         # What DeepSpeed builds is for this device. A list that is there may name others in a
         # way that it does not read (`10.0a`).

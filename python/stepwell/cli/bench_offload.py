@@ -6,23 +6,17 @@ and against the bound of an exact step that hides nothing.
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import signal
-import subprocess
 import sys
-import tempfile
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stepwell.cli._cases import DEFAULT_CASES, RANK_CASES, Case
+from stepwell.cli._cases import DEFAULT_CASES, Case
 from stepwell.cli._memory_rate import MemoryRate, bound
-from stepwell.cli._rank_runs import draw_ranks, measure_ranks, print_ranks
+from stepwell.cli._processes import run_processes
 from stepwell.cli._report import case_table, failed_case
 
 if TYPE_CHECKING:
@@ -31,9 +25,8 @@ if TYPE_CHECKING:
 
     from stepwell.cli._offload_cases import Workload
 
-__all__ = ["bench_offload", "run_case"]
+__all__ = ["bench_offload", "bus_gb_per_second", "host_bytes_per_param", "run_case"]
 
-_CASE_SECONDS_MAX = 1800
 _WIDTH_PIPED = 170
 _BUS_BYTES = 1 << 30
 _PEER = "deepspeed"
@@ -57,23 +50,13 @@ def bench_offload(
         float, typer.Option(help="What the norm of the gradients is clipped to.")
     ] = 1.0,
     seed: Annotated[int, typer.Option(help="Of the weights and the samples.")] = 0,
-    ranks: Annotated[
-        int,
-        typer.Option(
-            min=1, help="Processes that train together, each on a GPU of its own if there are GPUs."
-        ),
-    ] = 1,
     only: Annotated[
         list[str] | None,
         typer.Option(
             "--case",
-            help=(
-                "Only this case, as below; may be given more than once. With --ranks one of: "
-                f"{'; '.join(RANK_CASES)}."
-            ),
+            help="Only this case, as below; may be given more than once.",
             show_default=(
-                f"{'; '.join(DEFAULT_CASES)}, those with a volume where --drive is given; "
-                "with --ranks all"
+                f"{'; '.join(DEFAULT_CASES)}, those with a volume where --drive is given"
             ),
         ),
     ] = None,
@@ -134,21 +117,9 @@ def bench_offload(
     - `deepspeed, nvme`, `deepspeed on stepwell, nvme`: ZeRO-3 with optimizer state on the drives;
       DeepSpeed's swapper uses the first. `durability=none` and `commit_interval=1` as above.
 
-    With `--ranks`, all ranks on this host, each with samples of its own:
-
-    - `ddp`: DistributedDataParallel and OffloadAdamW, which steps everything on every rank;
-      `ddp, shard`: with shard=True, each rank steps its share.
-    - `fsdp2`: fully_shard and OffloadAdamW, whose gradients cross the bus during the backward.
-    - `deepspeed, stage=2`, `deepspeed, stage=3`: ZeRO with CPU offload of the optimizer;
-      `deepspeed on stepwell` likewise, with Stepwell registered.
-      ZeRO-2 has `round_robin_gradients`.
-    - `deepspeed, stage=2, all on the devices`, `deepspeed, stage=3, all on the devices`: without
-      offload.
-
     Each time is held against L + bytes / R, the bound of an exact step that hides nothing. L is
-    forward and backward alone: with --ranks those of DDP, of FSDP2 (also for ZeRO-3), and for
-    ZeRO-2 those of the case that has all on the devices. R is the rate at which this host's memory
-    is read and written: the larger one of directly before and behind a case.
+    forward and backward alone. R is the rate at which this host's memory is read and written: the
+    larger one of directly before and behind a case.
     """
     from rich.console import Console
 
@@ -161,8 +132,7 @@ def bench_offload(
         raise typer.BadParameter(
             f"--size is `{size}`, expected {', '.join(SIZES)} or the path of a config.json"
         )
-    names = _names(only, ranks, has_drives=bool(drives))
-    _check_gpus(ranks)
+    names = _names(only, has_drives=bool(drives))
     workload = Workload(
         size=size,
         sequence_length=sequence_length,
@@ -181,7 +151,7 @@ def bench_offload(
         **circumstances(),
         "plan": asdict(workload),
         "memory_gb_per_second": memory.gb_per_second,
-        "bus_gb_per_second": _bus_gb_per_second(),
+        "bus_gb_per_second": bus_gb_per_second(),
     }
     console.print(
         f"{circumstances_line(report)}; "
@@ -191,24 +161,6 @@ def bench_offload(
         ),
         highlight=False,
     )
-    if ranks > 1:
-        report |= measure_ranks(
-            console,
-            names,
-            workload,
-            ranks,
-            memory=memory,
-            bytes_per_param={
-                name: _host_bytes_per_param(name)
-                for name in ("stepwell", "deepspeed", "deepspeed on stepwell")
-            },
-            keep=lambda known: write_json(out, "bench_offload_ranks", report | known),
-        )
-        print_ranks(console, report)
-        write(
-            console, out, "bench_offload_ranks", report, lambda figure: draw_ranks(figure, report)
-        )
-        return
     report["forward_backward_seconds"] = alone = run_case(
         console, "forward and backward", workload
     ).get("seconds")
@@ -218,7 +170,7 @@ def bench_offload(
         if "seconds" in result:
             # Of a share that is on the GPU, and of what is hidden, no bound is known.
             is_whole = not any(word in name for word in ("ratio", "deferred", "zenflow"))
-            bytes_per_param = _host_bytes_per_param(name.split(",")[0]) if is_whole else None
+            bytes_per_param = host_bytes_per_param(name.split(",")[0]) if is_whole else None
             if bytes_per_param and alone:
                 result |= bound(result, alone, bytes_per_param)
             console.print(f"    {result['mean_seconds']:.3f} s per step", style="dim")
@@ -229,14 +181,8 @@ def bench_offload(
     write(console, out, "bench_offload", report, lambda figure: _draw(figure, report))
 
 
-def _names(only: list[str] | None, ranks: int, *, has_drives: bool) -> list[str]:
+def _names(only: list[str] | None, *, has_drives: bool) -> list[str]:
     """The cases that run; raises BadParameter where one cannot."""
-    if ranks > 1:
-        if unknown := [name for name in only or () if name not in RANK_CASES]:
-            raise typer.BadParameter(
-                f"--case is `{unknown[0]}`, expected one of {'; '.join(RANK_CASES)}"
-            )
-        return only or list(RANK_CASES)
     if not only:
         return [name for name in DEFAULT_CASES if has_drives or not Case.parse(name).is_on_drives]
     for name in only:
@@ -249,19 +195,7 @@ def _names(only: list[str] | None, ranks: int, *, has_drives: bool) -> list[str]
     return only
 
 
-def _check_gpus(ranks: int) -> None:
-    """Raises BadParameter where there are GPUs, but too few."""
-    import torch
-
-    num_gpus = torch.cuda.device_count()
-    if 0 < num_gpus < ranks:
-        raise typer.BadParameter(
-            f"--ranks is `{ranks}`, expected `{num_gpus}` at most, one for each GPU. "
-            "hint: CUDA_VISIBLE_DEVICES= for the CPU"
-        )
-
-
-def _bus_gb_per_second() -> dict[str, float]:
+def bus_gb_per_second() -> dict[str, float]:
     """What the bus moves between pinned memory and the GPU, each way; nothing without a GPU."""
     import torch
 
@@ -284,7 +218,7 @@ def _bus_gb_per_second() -> dict[str, float]:
     return rates
 
 
-def _host_bytes_per_param(name: str) -> float | None:
+def host_bytes_per_param(name: str) -> float | None:
     """What a step of a bfloat16 model moves in host memory; None for cases off the engine.
 
     State is read and written, the gradient read, the weight written and, where it is half of the
@@ -310,46 +244,9 @@ def _host_bytes_per_param(name: str) -> float | None:
 def run_case(console: Console, name: str, workload: Workload) -> dict[str, Any]:
     """Runs a case in a process of its own."""
     console.print(f"running: {name}", style="dim", highlight=False)
-    command = [
-        sys.executable,
-        "-m",
-        "stepwell.cli._offload_cases",
-        json.dumps({"name": name, "plan": asdict(workload)}),
-    ]
-    # ninja, without which DeepSpeed's op is not built, is installed beside this interpreter.
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-    # Not pipes: a process that DeepSpeed's ZenFlow leaves behind would hold them open.
-    with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
-        case = subprocess.Popen(
-            command,
-            stdout=stdout,
-            stderr=stderr,
-            env={**os.environ, "PATH": path},
-            start_new_session=True,
-        )
-        try:
-            code = case.wait(timeout=_CASE_SECONDS_MAX)
-        except subprocess.TimeoutExpired:
-            return failed_case(console, name, f"it took more than {_CASE_SECONDS_MAX} seconds")
-        finally:
-            _end_session(case)
-        lines, errors = _lines(stdout), _lines(stderr)
-    if code == 0 and lines:
-        result: dict[str, Any] = json.loads(lines[-1])
-        return result
-    return failed_case(console, name, errors[-1] if errors else f"it ended with the code {code}")
-
-
-def _end_session(case: subprocess.Popen[bytes]) -> None:
-    """Ends all processes of a case, and waits for it."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(case.pid, signal.SIGKILL)
-    case.wait()
-
-
-def _lines(file: IO[str]) -> list[str]:
-    file.seek(0)
-    return file.read().strip().splitlines()
+    asked = {"name": name, "plan": asdict(workload)}
+    result = run_processes(["-m", "stepwell.cli._offload_cases"], asked, [{}])
+    return failed_case(console, name, result) if isinstance(result, str) else result
 
 
 def _print(console: Console, report: dict[str, Any]) -> None:

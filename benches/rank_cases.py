@@ -1,7 +1,7 @@
-"""One rank of a training run of `stepwell bench offload --ranks`, in a process of its own.
+"""One rank of a training run of `offload_ranks.py`, in a process of its own.
 
-It is started as `python -m stepwell.cli._rank_cases JSON`, with the variables of a launcher. The
-last line that rank 0 prints is a JSON object with what was measured on all ranks.
+It is started as `python rank_cases.py JSON`, with the variables of a launcher. The last line that
+rank 0 prints is a JSON object with what was measured on all ranks.
 """
 
 from __future__ import annotations
@@ -15,11 +15,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-
 from stepwell.cli import _offload_cases as alone
 from stepwell.cli._offload_cases import Run, Workload
 
-__all__ = ["MODELS", "prepare"]
+__all__ = ["CASES", "MODELS", "prepare"]
+
+CASES = (
+    *("ddp", "ddp, shard", "fsdp2"),
+    *("deepspeed, stage=2, all on the devices", "deepspeed, stage=2"),
+    "deepspeed on stepwell, stage=2",
+    *("deepspeed, stage=3, all on the devices", "deepspeed, stage=3"),
+    "deepspeed on stepwell, stage=3",
+)
+"""All that there are."""
 
 
 def _replicated(model: torch.nn.Module) -> torch.nn.Module:
@@ -56,7 +64,7 @@ MODELS = {"ddp": _replicated, "ddp, shard": _replicated, "fsdp2": _sharded}
 
 
 def prepare(name: str, workload: Workload, model: torch.nn.Module) -> Run:
-    """The run of a case on this rank; `name`: one of `RANK_CASES`."""
+    """The run of a case on this rank; `name`: one of `CASES`."""
     if name == "fsdp2":
         # Every backward reduces its gradients.
         return alone.stepwell_run(workload, model, accumulation_steps=workload.accumulation)
@@ -147,7 +155,7 @@ if __name__ == "__main__":
     asked = json.loads(sys.argv[1])
     measured = main(asked["name"], Workload(**asked["plan"]))
     if os.environ["RANK"] == "0":
-        print(json.dumps(measured), flush=True)  # noqa: T201
+        print(json.dumps(measured), flush=True)
     dist.barrier()
     # Not through the interpreter's end: DeepSpeed leaves threads behind.
     os._exit(0)

@@ -1,35 +1,42 @@
-"""`stepwell bench offload --ranks`: starts the ranks of each case, and shows what they measured."""
+"""Training steps of several ranks of this host, with the optimizer in host memory.
+
+    python benches/offload_ranks.py --ranks 2 [--size 1b] [--steps 8] [--warm-up 3] [--case ddp ...]
+
+All ranks are on this host, each on a GPU of its own if there are GPUs, with samples of its own:
+
+- `ddp`: DistributedDataParallel and OffloadAdamW, which steps everything on every rank;
+  `ddp, shard`: with shard=True, each rank steps its share.
+- `fsdp2`: fully_shard and OffloadAdamW, whose gradients cross the bus during the backward.
+- `deepspeed, stage=2`, `deepspeed, stage=3`: ZeRO with CPU offload of the optimizer;
+  `deepspeed on stepwell` likewise, with Stepwell registered. ZeRO-2 has `round_robin_gradients`.
+- `deepspeed, stage=2, all on the devices`, likewise of stage 3: without offload.
+
+Each time is held against L + bytes / R, as by `stepwell bench offload`. L is that of DDP, of FSDP2
+(also for ZeRO-3), and for ZeRO-2 that of the case that has all on the devices.
+"""
 
 from __future__ import annotations
 
-import json
-import os
-import socket
-import subprocess
-import sys
-import tempfile
-import time
+import argparse
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stepwell.cli._memory_rate import bound
-from stepwell.cli._report import case_table, failed_case
+import torch
+from rank_cases import CASES
+from rich.console import Console
+from stepwell.cli._memory_rate import MemoryRate, bound
+from stepwell.cli._offload_cases import Workload
+from stepwell.cli._processes import launched, run_processes
+from stepwell.cli._report import case_table, circumstances, failed_case, write, write_json
+from stepwell.cli._step_times import circumstances_line
+from stepwell.cli.bench_offload import bus_gb_per_second, host_bytes_per_param
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from matplotlib.figure import Figure
-    from rich.console import Console
-
-    from stepwell.cli._memory_rate import MemoryRate
-    from stepwell.cli._offload_cases import Workload
-
-__all__ = ["draw_ranks", "measure_ranks", "print_ranks"]
-
-_CASE_SECONDS_MAX = 1800
-_POLL_SECONDS = 0.1
 
 
 def _is_cut(name: str) -> bool:
@@ -73,7 +80,7 @@ def measure_ranks(
 
     Args:
         console: for what is going on.
-        names: of `RANK_CASES`.
+        names: of `CASES`.
         workload: what is trained; each rank has samples of its own.
         num_ranks: processes, each on a GPU of its own where there are GPUs.
         memory: the rate of host memory, which all ranks share.
@@ -111,70 +118,11 @@ def measure_ranks(
 def _run(console: Console, name: str, workload: Workload, num_ranks: int) -> dict[str, Any]:
     """Runs a case; all its ranks end when one fails."""
     console.print(f"running: {name}, {num_ranks} ranks", style="dim", highlight=False)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [
-        sys.executable,
-        "-m",
-        "stepwell.cli._rank_cases",
-        json.dumps({"name": name, "plan": asdict(workload)}),
-    ]
-    # ninja, without which DeepSpeed's op is not built, is installed beside this interpreter.
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-    with tempfile.TemporaryDirectory() as folder:
-        errors = [Path(folder, f"rank{rank}.err") for rank in range(num_ranks)]
-        output = Path(folder, "rank0.out")
-        processes = []
-        try:
-            for rank in range(num_ranks):
-                launched = {
-                    "RANK": str(rank),
-                    "LOCAL_RANK": str(rank),
-                    "WORLD_SIZE": str(num_ranks),
-                    "LOCAL_WORLD_SIZE": str(num_ranks),
-                    "MASTER_ADDR": "127.0.0.1",
-                    "MASTER_PORT": str(port),
-                }
-                with (
-                    errors[rank].open("wb") as stderr,
-                    (output if rank == 0 else Path(os.devnull)).open("wb") as stdout,
-                ):
-                    processes.append(
-                        subprocess.Popen(
-                            command,
-                            stdout=stdout,
-                            stderr=stderr,
-                            env={**os.environ, **launched, "PATH": path},
-                        )
-                    )
-            why = _wait(processes)
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
-        lines = output.read_text().strip().splitlines()
-        if why is None and lines:
-            result: dict[str, Any] = json.loads(lines[-1])
-            return result
-        if isinstance(why, int):
-            said = errors[why].read_text().strip().splitlines()[-1:]
-            why = f"rank {why}: {said[0] if said else f'code {processes[why].returncode}'}"
-    why = why or "rank 0 has printed nothing"
-    return failed_case(console, name, why)
-
-
-def _wait(processes: list[subprocess.Popen[bytes]]) -> int | str | None:
-    """Waits for all ranks; the rank that has failed, or why, if they have not all ended well."""
-    end = time.monotonic() + _CASE_SECONDS_MAX
-    while time.monotonic() < end:
-        codes = [process.poll() for process in processes]
-        if failed := [rank for rank, code in enumerate(codes) if code]:
-            return failed[0]
-        if all(code == 0 for code in codes):
-            return None
-        time.sleep(_POLL_SECONDS)
-    return f"it took more than {_CASE_SECONDS_MAX} seconds"
+    asked = {"name": name, "plan": asdict(workload)}
+    result = run_processes(
+        [str(Path(__file__).with_name("rank_cases.py"))], asked, launched(num_ranks)
+    )
+    return failed_case(console, name, result) if isinstance(result, str) else result
 
 
 def print_ranks(console: Console, report: dict[str, Any]) -> None:
@@ -229,8 +177,6 @@ def print_ranks(console: Console, report: dict[str, Any]) -> None:
 
 def draw_ranks(figure: Figure, report: dict[str, Any]) -> None:
     """Draws what a step of each case takes, and the losses."""
-    from stepwell.cli._step_times import circumstances_line
-
     done = [case for case in report["cases"] if "seconds" in case]
     left, right = figure.subplots(1, 2)
     left.barh([case["name"] for case in done], [case["seconds"] for case in done])
@@ -242,3 +188,57 @@ def draw_ranks(figure: Figure, report: dict[str, Any]) -> None:
     right.set_ylabel("loss")
     right.legend(fontsize=7)
     figure.suptitle(circumstances_line(report), fontsize=9)
+
+
+def main() -> None:
+    """Measures the cases, prints the table and writes it."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, required=True)
+    parser.add_argument("--size", default="1b")
+    parser.add_argument("--sequence-length", type=int, default=4096)
+    parser.add_argument("--micro-batch", type=int, default=1)
+    parser.add_argument("--accumulation", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--warm-up", type=int, default=3)
+    parser.add_argument("--case", action="append", dest="cases", choices=CASES)
+    parser.add_argument("--out", type=Path, default=Path("stepwell-bench"))
+    args = parser.parse_args()
+    if 0 < torch.cuda.device_count() < args.ranks:
+        parser.error(
+            f"--ranks is `{args.ranks}`, expected `{torch.cuda.device_count()}` at most, one for "
+            "each GPU. hint: CUDA_VISIBLE_DEVICES= for the CPU"
+        )
+    workload = Workload(
+        size=args.size,
+        sequence_length=args.sequence_length,
+        micro_batch=args.micro_batch,
+        accumulation=args.accumulation,
+        steps=args.steps,
+        warm_up_steps=args.warm_up,
+        clip_norm=1.0,
+        seed=0,
+        text=None,
+    )
+    console, memory, name = Console(width=170), MemoryRate(), "bench_offload_ranks"
+    report: dict[str, Any] = {
+        **circumstances("python benches/offload_ranks.py"),
+        "plan": asdict(workload),
+        "memory_gb_per_second": memory.gb_per_second,
+        "bus_gb_per_second": bus_gb_per_second(),
+    }
+    systems = ("stepwell", "deepspeed", "deepspeed on stepwell")
+    report |= measure_ranks(
+        console,
+        args.cases or list(CASES),
+        workload,
+        args.ranks,
+        memory=memory,
+        bytes_per_param={system: host_bytes_per_param(system) for system in systems},
+        keep=lambda known: write_json(args.out, name, report | known),
+    )
+    print_ranks(console, report)
+    write(console, args.out, name, report, lambda figure: draw_ranks(figure, report))
+
+
+if __name__ == "__main__":
+    main()
