@@ -22,8 +22,8 @@ import torch
 from stepwell import OffloadAdamW, Volume, _core, _state
 from stepwell.cli._drive_rates import PATTERNS, Pattern
 from stepwell.cli._quiet import quiet_deepspeed
-from stepwell.offload.swapped import MEMORY_PER_BUFFERS, Swapped
-from stepwell.offload.twins import Twins
+from stepwell.store.swapped import MEMORY_PER_BUFFERS, Swapped
+from stepwell.store.twins import Twins
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

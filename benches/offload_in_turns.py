@@ -42,7 +42,7 @@ out two (`--skip 2`), or look at the medians of `step`, and have six steps or mo
 Two processes of one build differ by some per cent, by the memory that they have got. Name a folder
 twice to see by how much (`--site old=OLD --site again=OLD`).
 
-With `--time stepwell.offload.engine:Engine.take`, for one, a row has milliseconds of such calls in
+With `--time stepwell.store.engine:Engine.take`, for one, a row has milliseconds of such calls in
 the last backward and the step, and their number. A timer takes a microsecond per call.
 """
 

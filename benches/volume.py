@@ -75,8 +75,8 @@ def main(
     from rich.console import Console
     from stepwell.cli._drive_rates import ThroughVolume, check_folders
     from stepwell.cli._report import circumstances, write
-    from stepwell.offload.tuning import shape_of
-    from stepwell.offload.volume import Volume
+    from stepwell.store.tuning import shape_of
+    from stepwell.store.volume import Volume
 
     console = Console()
     try:

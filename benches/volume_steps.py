@@ -18,8 +18,8 @@ from drives import optimizer_on
 from stepwell import Volume
 
 if TYPE_CHECKING:
-    from stepwell.offload.volume import Durability
     from stepwell.optim import Moments
+    from stepwell.store.volume import Durability
 
 # So that both slots of each record have been written, also with the longest interval.
 WARMUP_STEPS = 16

@@ -86,7 +86,7 @@ def seeded():
 @pytest.fixture
 def every_gradient_is_a_batch(monkeypatch):
     """Each gradient is copied in the backward, once the next one is there, however small it is."""
-    from stepwell.offload import gradients
+    from stepwell.store import gradients
 
     monkeypatch.setattr(gradients, "BATCH_BYTES", 0)
 

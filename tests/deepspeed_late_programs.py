@@ -606,7 +606,7 @@ def left_alone(name, gate):
 def unguarded():
     """Losses of late runs in which partitions, or what is gathered, are not waited for."""
     import pytest
-    from stepwell.offload.gathering import Gatherer
+    from stepwell.ranks.gathering import Gatherer
 
     found = {}
     # Where nothing else begins the step.

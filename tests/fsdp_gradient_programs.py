@@ -12,7 +12,7 @@ import torch.distributed as dist
 from fsdp_late_programs import MODELS, STEPS, deep
 from insides import background_of, forwards_wait
 from optim_cases import bits
-from stepwell.offload import gradients
+from stepwell.store import gradients
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 

@@ -95,7 +95,7 @@ def late_ranks(patched):
         patched: a pytest.MonkeyPatch.
     """
     from stepwell import _core
-    from stepwell.offload.gathering import Gatherer
+    from stepwell.ranks.gathering import Gatherer
 
     engine = _core.OffloadEngine
     patched.setattr(_core, "OffloadEngine", lambda *args, **more: LateEngine(engine(*args, **more)))

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from insides import core_of
-from stepwell.offload import gathering
+from stepwell.ranks import gathering
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 

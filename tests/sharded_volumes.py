@@ -10,8 +10,8 @@ import stepwell
 import torch
 import torch.distributed as dist
 from sharded_models import make, train
-from stepwell.offload.shares import Shares
-from stepwell.offload.twins import Twins
+from stepwell.ranks.shares import Shares
+from stepwell.store.twins import Twins
 from torch.nn.parallel import DistributedDataParallel
 from volume_models import volume_of
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import fork_server
 import pytest
 import stepwell
-from stepwell.offload.tuning import TUNING_FILE, DriveTuning
+from stepwell.store.tuning import TUNING_FILE, DriveTuning
 
 ROOT = Path(__file__).parents[1]
 

@@ -9,7 +9,7 @@ import pytest
 import stepwell
 import torch
 from stepwell.cli import app
-from stepwell.offload.tuning import DriveTuning, shape_of
+from stepwell.store.tuning import DriveTuning, shape_of
 from typer.testing import CliRunner
 
 

@@ -11,7 +11,7 @@ from deepspeed_stand_ins import Engine, nvme, offload, ours, planned, stand_in
 from stepwell.deepspeed.case import device_of
 from stepwell.deepspeed.options import Options, options_of
 from stepwell.deepspeed.plan import inference_plan
-from stepwell.offload.volume import Volume
+from stepwell.store.volume import Volume
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ import stepwell
 import torch
 from stepwell.access import writes
 from stepwell.access.writes import Written
-from stepwell.offload.volume import Volume
+from stepwell.store.volume import Volume
 from swapped_partitions import (
     BF16,
     BUFFERS_BYTES,

@@ -11,9 +11,9 @@ import torch
 from stepwell.access import writes
 from stepwell.deepspeed.zero import swapped as swapped_module
 from stepwell.deepspeed.zero.swapped import commit_last_step, swapped_on
-from stepwell.offload.ranks import Call, Ranks
-from stepwell.offload.sharded_volume import RUN_OF_ONE
-from stepwell.offload.volume import Volume
+from stepwell.ranks.collective import Call, Ranks
+from stepwell.store.sharded_volume import RUN_OF_ONE
+from stepwell.store.volume import Volume
 from swapped_partitions import (
     BF16,
     BUFFERS_BYTES,

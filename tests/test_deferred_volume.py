@@ -12,7 +12,7 @@ from insides import engine_of, num_pending, swapped_of, twins_of
 from offload_cases import assert_equal, loss_of, train
 from optim_cases import bits
 from stepwell import _state
-from stepwell.offload.deferred import Extents, memory_of
+from stepwell.store.deferred import Extents, memory_of
 from volume_models import folders, net_of, pinned_bytes
 
 STEPS = 9

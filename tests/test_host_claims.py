@@ -8,7 +8,7 @@ import sys
 
 import pytest
 from stepwell import _core
-from stepwell.offload.budget import announce, share_of_free_bytes
+from stepwell._budget import announce, share_of_free_bytes
 
 # Does something with the core, says so, and goes on until its input ends.
 PROGRAM = """

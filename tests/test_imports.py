@@ -1,4 +1,4 @@
-"""The modules of the package import each other without circles.
+"""The modules of the package import each other without circles, each folder those below it.
 
 Only one folder imports DeepSpeed.
 """
@@ -56,6 +56,26 @@ def test_no_module_imports_itself_by_way_of_others():
     }
     assert sum(map(len, graph.values())) > len(graph)
     graphlib.TopologicalSorter(graph).prepare()
+
+
+LAYERS = ("", "access", "ranks", "store", "offload", "deepspeed", "cli")
+"""The folders, from the lowest: "" has the modules beside them."""
+
+
+def layer(name):
+    path = MODULES[name].relative_to(PACKAGE)
+    return LAYERS.index("" if len(path.parts) == 1 else path.parts[0])
+
+
+def test_a_folder_uses_only_what_is_below_it():
+    entries = {"stepwell", "stepwell.__main__"}
+    upwards = [
+        (name, found)
+        for name, path in MODULES.items()
+        for each in imported(path)
+        if (found := target(each)) is not None and layer(found) > layer(name)
+    ]
+    assert [pair for pair in upwards if pair[0] not in entries] == []
 
 
 def test_only_the_folder_deepspeed_imports_deepspeed():

@@ -13,9 +13,9 @@ import stepwell
 import torch
 from offload_cases import assert_equal, loss_of, pair, small, train
 from optim_cases import DTYPES, LAYOUT_IDS, LAYOUTS, SPECIALS, bits
-from stepwell.offload import accumulation
-from stepwell.offload.accumulation import HostCollector
-from stepwell.offload.twins import Twins
+from stepwell.store import accumulation
+from stepwell.store.accumulation import HostCollector
+from stepwell.store.twins import Twins
 
 
 def run(net, optimizer, steps=4, backwards=3):

@@ -11,8 +11,8 @@ import numpy
 import pytest
 import torch
 from optim_cases import bits
-from stepwell.offload import adder as module
-from stepwell.offload.adder import Adder, add, add_to_zero, assign
+from stepwell.store import adder as module
+from stepwell.store.adder import Adder, add, add_to_zero, assign
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -6,7 +6,7 @@ import pytest
 import stepwell
 import torch
 from insides import background_of, engine_of, has_host_side, make_late
-from stepwell.offload import host_side
+from stepwell.store import host_side
 
 
 def param_of(*shape):

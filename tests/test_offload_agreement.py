@@ -7,9 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from stepwell._hyper import Hyper
-from stepwell.offload.peers import StepFacts
-from stepwell.offload.sharding import Sharding, UpdateFacts, _digest, open_sharding
-from stepwell.offload.shares import Shares
+from stepwell.ranks.peers import StepFacts
+from stepwell.ranks.sharding import Sharding, UpdateFacts, _digest, open_sharding
+from stepwell.ranks.shares import Shares
 
 HYPER = Hyper(0.1, (0.9, 0.999), 1e-8, 0.0, True, True, False)
 FACTS = StepFacts(has_error=False, found_inf=False, is_written=False)

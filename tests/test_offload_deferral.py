@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import stepwell
 from stepwell import Deferred, OffloadAdamW
-from stepwell.offload.deferred_steps import DeferredSteps, StepKind
+from stepwell.store.deferred_steps import DeferredSteps, StepKind
 from test_offload_deferred import loss_of, model_of, train
 
 # ---- what is told ----

@@ -19,8 +19,8 @@ from insides import (
 )
 from stepwell import Deferred, OffloadAdamW, _core
 from stepwell.access.under_way import without_waiting
-from stepwell.offload import gradients
-from stepwell.offload.deferred import INTERVAL_MAX, Extents, memory_of
+from stepwell.store import gradients
+from stepwell.store.deferred import INTERVAL_MAX, Extents, memory_of
 from torch import nn
 from torch.utils import checkpoint as checkpointing
 

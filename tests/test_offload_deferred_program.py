@@ -13,7 +13,7 @@ import torch
 from fork_server import PATIENCE
 from insides import core_of
 from stepwell import Deferred, OffloadAdamW, _state
-from stepwell.offload.budget import GIB
+from stepwell._budget import GIB
 from torch import nn
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import torch
 from insides import engine_of, num_pending
 from selected_models import DTYPES, assert_same, loss_of, model_of, pair
 from stepwell import Deferred
-from stepwell.offload import gradients
+from stepwell.store import gradients
 
 if TYPE_CHECKING:
     from torch import nn

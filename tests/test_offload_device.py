@@ -8,7 +8,7 @@ import os
 import pytest
 import stepwell
 import torch
-from stepwell.offload import adder
+from stepwell.store import adder
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # On a GPU wide enough for copies that take longer than a launch.

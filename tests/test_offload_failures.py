@@ -27,7 +27,7 @@ from offload_cases import (
 )
 from optim_cases import bits
 from stepwell.access.under_way import without_waiting
-from stepwell.offload import gradients
+from stepwell.store import gradients
 from torch.multiprocessing.reductions import StorageWeakRef
 
 SECONDS_MAX = 60

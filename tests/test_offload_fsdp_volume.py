@@ -36,7 +36,7 @@ from sharded_volumes import (
     told_steps,
 )
 from stepwell import _core
-from stepwell.offload import sharded_volume
+from stepwell.store import sharded_volume
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 

@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 import torch
-from stepwell.offload.gathering import Gatherer, Piece, _close, _GatheredStep, bytes_of
+from stepwell.ranks.gathering import Gatherer, Piece, _close, _GatheredStep, bytes_of
 
 CPU = torch.device("cpu")
 SECONDS_MAX = 5.0

@@ -8,8 +8,8 @@ import pytest
 import stepwell
 import torch
 from offload_cases import assert_equal, loss_of, pair, train
-from stepwell.offload import engine, gradients
-from stepwell.offload.gradients import may_change_after_backward
+from stepwell.store import engine, gradients
+from stepwell.store.gradients import may_change_after_backward
 from torch.utils import checkpoint as checkpointing
 
 pytestmark = pytest.mark.usefixtures("every_gradient_is_a_batch")

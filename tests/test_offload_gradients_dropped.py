@@ -4,7 +4,7 @@ import pytest
 import stepwell
 import torch
 from offload_cases import assert_equal, loss_of, pair, small, train
-from stepwell.offload import gradients
+from stepwell.store import gradients
 from torch.multiprocessing.reductions import StorageWeakRef
 
 pytestmark = pytest.mark.usefixtures("every_gradient_is_a_batch")

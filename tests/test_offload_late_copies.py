@@ -12,9 +12,9 @@ from stepwell.deepspeed.zero import gradients
 from stepwell.deepspeed.zero.fragment import Fragment
 from stepwell.deepspeed.zero.partition import Partition
 from stepwell.deepspeed.zero.partitions import Partitions
-from stepwell.offload import accumulation
-from stepwell.offload.adder import Adder
-from stepwell.offload.reads import Reads
+from stepwell.store import accumulation
+from stepwell.store.adder import Adder
+from stepwell.store.reads import Reads
 
 
 class LateAdder:

@@ -11,7 +11,7 @@ from insides import engine_of, has_host_side
 from offload_cases import MODE_IDS, MODES, assert_equal, batch, loss_of, pair, small, train
 from optim_cases import bits
 from stepwell import _state
-from stepwell.offload.host_side import HostSide
+from stepwell.store.host_side import HostSide
 
 pytestmark = pytest.mark.usefixtures("every_gradient_is_a_batch")
 
@@ -41,7 +41,7 @@ def test_parameter_thawed_later_is_stepped_from_then_on(caplog):
     for model, optimizer in (ours, theirs):
         train(model, optimizer, 1)
         model[0].weight.requires_grad_(True)
-        with caplog.at_level("INFO", logger="stepwell.offload.budget"):
+        with caplog.at_level("INFO", logger="stepwell._budget"):
             train(model, optimizer, 2, first=1)
     assert_equal(ours, theirs)
     # It alone takes memory, and only now: not those that have theirs, nor one that is frozen.
@@ -57,7 +57,7 @@ def test_a_group_of_frozen_parameters_takes_nothing(mode, caplog):
         torch.nn.init.ones_(net[4].weight)
         engine = getattr(optimizer, "_engine", None)
         caplog.clear()
-        with caplog.at_level("INFO", logger="stepwell.offload.budget"):
+        with caplog.at_level("INFO", logger="stepwell._budget"):
             optimizer.add_param_group({"params": [("extra", net[4].weight)]})
         # Nothing was begun anew.
         assert getattr(optimizer, "_engine", None) is engine

@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 from insides import forwards_wait
 from optim_cases import CODECS, assert_same, bits
 from optim_ranks import Net, Ranks
-from stepwell.offload.norm import gradient_norm
+from stepwell.store.norm import gradient_norm
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,

@@ -14,7 +14,7 @@ from resident_models import ALL, EXTRA_BYTES, FIRST, STATE_BYTES, assert_alike, 
 from selected_models import DEVICE, DTYPES, loss_of, model_of, step_with, train
 from step_lines import interrupted_at
 from stepwell import Deferred, OffloadAdamW, Volume
-from stepwell.offload.engine import Engine
+from stepwell.store.engine import Engine
 from torch import nn
 
 if TYPE_CHECKING:

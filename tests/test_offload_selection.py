@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from stepwell import Deferred
-from stepwell.offload.deferred import Extents, deferred_core
-from stepwell.offload.selection import Selected, Selector
+from stepwell.store.deferred import Extents, deferred_core
+from stepwell.store.selection import Selected, Selector
 
 CPU = torch.device("cpu")
 SIZE = 8

@@ -19,10 +19,10 @@ from insides import engine_of, sharding_of
 from optim_ranks import Net
 from sharded_models import batch, make, train_alike, wrap_core
 from stepwell.access.guard import WeightGuard
-from stepwell.offload import gathering
-from stepwell.offload import peers as peers_module
-from stepwell.offload.peers import Peers, StepFacts
-from stepwell.offload.ranks import Call, WholeWorld
+from stepwell.ranks import gathering
+from stepwell.ranks import peers as peers_module
+from stepwell.ranks.collective import Call, WholeWorld
+from stepwell.ranks.peers import Peers, StepFacts
 from torch.nn.parallel import DistributedDataParallel
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]

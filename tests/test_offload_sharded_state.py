@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from stepwell import _core, _state
-from stepwell.offload.sharded_state import Rows, of_rank, own, whole
-from stepwell.offload.shares import Shares
+from stepwell.ranks.sharded_state import Rows, of_rank, own, whole
+from stepwell.ranks.shares import Shares
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 NUM_RANKS = 3

@@ -20,7 +20,7 @@ from sharded_volumes import (
     refused_on_all,
 )
 from stepwell import _core
-from stepwell.offload import host_side
+from stepwell.store import host_side
 from torch.nn.parallel import DistributedDataParallel
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]

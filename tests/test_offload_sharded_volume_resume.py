@@ -25,7 +25,7 @@ from sharded_volumes import (
     step_and_set_back,
     told_steps,
 )
-from stepwell.offload.swapped import Swapped
+from stepwell.store.swapped import Swapped
 from torch.nn.parallel import DistributedDataParallel
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from stepwell import _core
-from stepwell.offload.shares import Shares
+from stepwell.ranks.shares import Shares
 
 CHUNK = _core.CHUNK_LEN
 SHAPES = [(3 * CHUNK + 5,), (), (0, 4), (7, CHUNK // 2), (5 * CHUNK // 96 + 1, 4, 24), (9,), (0,)]

@@ -3,8 +3,8 @@
 import pytest
 import torch
 from stepwell import _core
-from stepwell.offload.shares import Shares
-from stepwell.offload.twins import Twins
+from stepwell.ranks.shares import Shares
+from stepwell.store.twins import Twins
 from torch.nn import Parameter
 
 SHAPES = [(5, 3), (), (0, 4), (70,)]

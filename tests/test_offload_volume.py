@@ -9,7 +9,7 @@ from insides import core_of, lift_limit, swapped_of
 from offload_cases import assert_equal, train
 from optim_cases import LAYOUT_IDS, LAYOUTS
 from stepwell import _core, _state
-from stepwell.offload.twins import Twins
+from stepwell.store.twins import Twins
 from volume_models import SIZES, files, folders, net_of, on_volume, pair
 
 

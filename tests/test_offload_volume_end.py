@@ -88,7 +88,7 @@ def test_a_volume_that_goes_is_not_committed(tmp_path, monkeypatch, options):
     optimizer = on_volume(net, tmp_path, commit_interval=8, **options)
     train(net, optimizer, 2)
     commits = []
-    monkeypatch.setattr(stepwell.offload.volume_end, "_commit", lambda *_: commits.append(1))
+    monkeypatch.setattr(stepwell.store.volume_end, "_commit", lambda *_: commits.append(1))
     del optimizer
     gc.collect()
     assert files(tmp_path) == []
@@ -104,7 +104,7 @@ def test_a_commit_that_fails_at_the_end_is_told_of(tmp_path, monkeypatch, caplog
         raise OSError("no drive")
 
     with caplog.at_level(logging.WARNING, logger="stepwell"), monkeypatch.context() as patched:
-        patched.setattr(stepwell.offload.volume_end, "write_weights_behind", failed)
+        patched.setattr(stepwell.store.volume_end, "write_weights_behind", failed)
         del optimizer
         gc.collect()
     assert "the last step may not be committed: OSError no drive" in caplog.text
@@ -117,7 +117,7 @@ def test_handlers_of_signals_are_the_programs(tmp_path, monkeypatch, number):
     net = net_of()
     optimizer = on_volume(net, tmp_path, name="run", commit_interval=8)
     train(net, optimizer, 3)
-    function = stepwell.offload.volume_end.write_weights_behind
+    function = stepwell.store.volume_end.write_weights_behind
     called, handlers = [], []
 
     def handler(*_):
@@ -131,7 +131,7 @@ def test_handlers_of_signals_are_the_programs(tmp_path, monkeypatch, number):
     before = signal.signal(number, handler)
     try:
         with monkeypatch.context() as patched:
-            patched.setattr(stepwell.offload.volume_end, "write_weights_behind", interrupted)
+            patched.setattr(stepwell.store.volume_end, "write_weights_behind", interrupted)
             del optimizer
             gc.collect()
         handlers.append(signal.getsignal(number))
@@ -153,7 +153,7 @@ def test_what_a_handler_raises_before_the_last_commit_leaves_the_one_before(
         raise KeyboardInterrupt
 
     with caplog.at_level(logging.WARNING, logger="stepwell"), monkeypatch.context() as patched:
-        patched.setattr(stepwell.offload.volume_end, "write_weights_behind", interrupted)
+        patched.setattr(stepwell.store.volume_end, "write_weights_behind", interrupted)
         del optimizer
         gc.collect()
     assert "the last step may not be committed: KeyboardInterrupt" in caplog.text

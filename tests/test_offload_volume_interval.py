@@ -10,7 +10,7 @@ from insides import swapped_of
 from offload_cases import assert_equal, loss_of, train
 from optim_cases import LAYOUT_IDS, LAYOUTS
 from stepwell import OffloadAdamW, Volume
-from stepwell.offload.ranks import Call, Ranks
+from stepwell.ranks.collective import Call, Ranks
 from volume_models import net_of, on_volume, pair
 
 

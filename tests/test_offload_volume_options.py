@@ -8,7 +8,7 @@ import stepwell
 from insides import swapped_of
 from offload_cases import train
 from stepwell import _core
-from stepwell.offload.tuning import TUNING_FILE, DriveTuning, VolumeShape, shape_of
+from stepwell.store.tuning import TUNING_FILE, DriveTuning, VolumeShape, shape_of
 from volume_models import files, folders, net_of, on_volume
 
 

@@ -12,7 +12,7 @@ import stepwell
 import torch
 from offload_cases import assert_equal, train
 from optim_cases import LAYOUT_IDS, LAYOUTS, bits
-from stepwell.offload.swapped import Swapped
+from stepwell.store.swapped import Swapped
 from volume_models import files, folders, net_of, on_volume, pair
 
 

@@ -15,8 +15,8 @@ from interrupts import handler_runs_after
 from offload_cases import assert_equal, train
 from optim_cases import bits
 from stepwell import _core, _state
-from stepwell.offload.places import Place
-from stepwell.offload.state_in_memory import StateInMemory
+from stepwell.store.places import Place
+from stepwell.store.state_in_memory import StateInMemory
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from volume_models import net_of, on_volume, pair
 

@@ -8,12 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from stepwell import _core
-from stepwell.offload import swapped
-from stepwell.offload.ranks import Call, Ranks
-from stepwell.offload.sharded_volume import agree_on_counts, fetch_rows, open_together
-from stepwell.offload.shares import Shares
-from stepwell.offload.swapped import Swapped
-from stepwell.offload.volume import Volume
+from stepwell.ranks.collective import Call, Ranks
+from stepwell.ranks.shares import Shares
+from stepwell.store import swapped
+from stepwell.store.sharded_volume import agree_on_counts, fetch_rows, open_together
+from stepwell.store.swapped import Swapped
+from stepwell.store.volume import Volume
 
 # Of the default group.
 RANKS = [4, 7, 9]

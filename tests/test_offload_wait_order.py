@@ -1,6 +1,6 @@
 """Steps go over shards in the order in which they were waited for (`fsdp_late_programs`, too)."""
 
-from stepwell.offload.wait_order import WaitOrder
+from stepwell.store.wait_order import WaitOrder
 
 
 def in_order(order, items):

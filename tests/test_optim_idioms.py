@@ -201,7 +201,7 @@ def test_bad_group_leaves_the_optimizer_as_it_was(cls, option):
 
 
 def test_no_memory_for_a_group_leaves_the_optimizer_as_it_was(monkeypatch):
-    from stepwell.offload import twins
+    from stepwell.store import twins
 
     first, second = ones(4), ones(4)
     optimizer = stepwell.OffloadAdamW([first])

@@ -31,7 +31,7 @@ from optim_cases import CODECS, DTYPES
 from optim_programs import READS, WRITES, Net, Part, Run, saved, values, written
 from optim_reference import Torch, assert_same
 from stepwell import _core
-from stepwell.offload import gradients
+from stepwell.store import gradients
 
 BALLAST = 1 << 19
 SHAPES = [(), (0,), (1,), (33,), (5, 7), (2, 3, 4, 5), (_core.CHUNK_LEN + 70,)]

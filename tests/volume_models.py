@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import stepwell
 import torch
-from stepwell.offload.twins import Twins
+from stepwell.store.twins import Twins
 
 # Chunks have 65,536 elements: these are some, and a part of one.
 SIZES = (7, 500, 501, 601, 3)

@@ -183,8 +183,8 @@ def _torch(workload: Workload, model: torch.nn.Module) -> Run:
 def _stepwell(case: Case, workload: Workload, model: torch.nn.Module) -> Run:
     from stepwell import _core
     from stepwell.offload import Deferred, Volume
-    from stepwell.offload.deferred import Extents, memory_of
-    from stepwell.offload.twins import Twins
+    from stepwell.store.deferred import Extents, memory_of
+    from stepwell.store.twins import Twins
 
     given = case.options
     options: dict[str, Any] = {"moments": case.moments}
@@ -547,7 +547,7 @@ def main(name: str, workload: Workload) -> dict[str, Any]:
     # ZeRO-3 leaves nothing in a parameter itself.
     numel = sum(getattr(param, "ds_numel", param.numel()) for param in model.parameters())
     if "drive_bytes_per_step" in result:
-        from stepwell.offload.budget import pinned_bytes
+        from stepwell._budget import pinned_bytes
 
         result["drive_bytes_per_param"] = [each / numel for each in result["drive_bytes_per_step"]]
         result |= {"pinned_bytes": pinned_bytes(), "registered_bytes": _kernel_pinned()}

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from stepwell.offload.tuning import DriveTuning
+    from stepwell.store.tuning import DriveTuning
 
 __all__ = ["tune"]
 
@@ -75,7 +75,7 @@ def _tune(
     console: Console, folder: Path, mib: int, seconds: float, rounds: int, io_engine: str
 ) -> DriveTuning:
     from stepwell.cli._drive_rates import ThroughVolume
-    from stepwell.offload.tuning import DriveTuning
+    from stepwell.store.tuning import DriveTuning
 
     def volume(stripe_kib: int, queue_depth: int) -> ThroughVolume:
         record_nbytes = (stripe_kib << 10) - _TRAILER_BYTES

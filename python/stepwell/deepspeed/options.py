@@ -10,7 +10,7 @@ from typing import Any, get_args
 from stepwell import _state
 from stepwell._checks import choice, count, flag, nbytes, optional
 from stepwell.offload.options import Accumulate
-from stepwell.offload.volume import Volume
+from stepwell.store.volume import Volume
 
 __all__ = ["Options", "options_of", "said", "with_unpinned_weights", "written"]
 

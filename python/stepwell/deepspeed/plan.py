@@ -15,7 +15,7 @@ from stepwell.deepspeed import zenflow
 from stepwell.deepspeed.case import STAGE_3, Case, device_of
 from stepwell.deepspeed.obstacles import OBSTACLES, Obstacle
 from stepwell.deepspeed.options import Options, options_of, written
-from stepwell.offload.volume import Volume
+from stepwell.store.volume import Volume
 
 __all__ = ["Plan", "inference_plan", "plan", "zenflow_plan"]
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from stepwell import _core
 from stepwell.deepspeed.options import Options, said
-from stepwell.offload.deferred import INTERVAL_MAX, Deferred
+from stepwell.store.deferred import INTERVAL_MAX, Deferred
 
 __all__ = ["ZenFlow", "asked", "obstacle_of", "zenflow_of"]
 

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from stepwell import _core, _state
+from stepwell._budget import GIB
 from stepwell._checks import count, nbytes, optional, positive
 from stepwell._decision import Facts, Nonfinite
 from stepwell._hyper import hyper_of
@@ -34,22 +35,21 @@ from stepwell._sharding import greatest, is_dtensor, local
 from stepwell.access.gate import remove
 from stepwell.access.guard import clear_grads
 from stepwell.access.under_way import wait_for
-from stepwell.offload import sharded_state
-from stepwell.offload.accumulation import WHY_NAN, HostCollector
-from stepwell.offload.background import Background
-from stepwell.offload.budget import GIB
-from stepwell.offload.gradients import DeviceCollector
-from stepwell.offload.host_side import HostSide
-from stepwell.offload.norm import CLIP_EPS, gradient_norm
 from stepwell.offload.options import Accumulate, check_options
-from stepwell.offload.residents import Residents
-from stepwell.offload.sharding import Shard, Sharding, UpdateFacts, awaited, open_sharding
-from stepwell.offload.spans import Looked, Spans
-from stepwell.offload.state_in_memory import StateInMemory
-from stepwell.offload.states import States
-from stepwell.offload.steps import Steps
-from stepwell.offload.swapped import Swapped
 from stepwell.optim import AdamW, Moments
+from stepwell.ranks import sharded_state
+from stepwell.ranks.sharding import Shard, Sharding, UpdateFacts, awaited, open_sharding
+from stepwell.store.accumulation import WHY_NAN, HostCollector
+from stepwell.store.background import Background
+from stepwell.store.gradients import DeviceCollector
+from stepwell.store.host_side import HostSide
+from stepwell.store.norm import CLIP_EPS, gradient_norm
+from stepwell.store.residents import Residents
+from stepwell.store.spans import Looked, Spans
+from stepwell.store.state_in_memory import StateInMemory
+from stepwell.store.states import States
+from stepwell.store.steps import Steps
+from stepwell.store.swapped import Swapped
 
 if TYPE_CHECKING:
     from collections import defaultdict
@@ -59,11 +59,11 @@ if TYPE_CHECKING:
     from torch.optim.optimizer import ParamsT, StateDict
 
     from stepwell.access.gate import Gate
-    from stepwell.offload.contents import Contents
-    from stepwell.offload.deferred import Deferred
-    from stepwell.offload.deferred_steps import DeferralMetrics
-    from stepwell.offload.engine import Engine
-    from stepwell.offload.volume import Volume
+    from stepwell.store.contents import Contents
+    from stepwell.store.deferred import Deferred
+    from stepwell.store.deferred_steps import DeferralMetrics
+    from stepwell.store.engine import Engine
+    from stepwell.store.volume import Volume
 
 __all__ = ["OffloadAdamW"]
 

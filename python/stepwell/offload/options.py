@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Literal, TypeAlias, get_args
 
 from stepwell._checks import choice
-from stepwell.offload.deferred import Deferred
-from stepwell.offload.volume import Volume
+from stepwell.store.deferred import Deferred
+from stepwell.store.volume import Volume
 
 __all__ = ["Accumulate", "check_options"]
 

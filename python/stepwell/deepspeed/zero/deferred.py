@@ -33,7 +33,7 @@ from stepwell.deepspeed.logs import warn
 from stepwell.deepspeed.zero.deferred_gradients import Source
 from stepwell.deepspeed.zero.deferred_partitions import DeferredPartitions
 from stepwell.deepspeed.zero.stage_1_2 import OffloadZeroOptimizer
-from stepwell.offload.deferred_steps import DeferralMetrics, DeferredSteps, StepKind
+from stepwell.store.deferred_steps import DeferralMetrics, DeferredSteps, StepKind
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from stepwell.deepspeed.plan import Plan
     from stepwell.deepspeed.zero.fragment import Fragment
     from stepwell.deepspeed.zero.partition import Partition
-    from stepwell.offload.deferred import Deferred
+    from stepwell.store.deferred import Deferred
 
 __all__ = ["DeferredZeroOptimizer"]
 

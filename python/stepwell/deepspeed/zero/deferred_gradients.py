@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from stepwell._streams import current_stream
 from stepwell.deepspeed.zero.norm_round import NORM_DTYPE, WIDE_NORM_DTYPE
-from stepwell.offload.adder import norm_of
-from stepwell.offload.engine import current_stream
+from stepwell.store.adder import norm_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

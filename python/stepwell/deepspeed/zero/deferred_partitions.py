@@ -25,15 +25,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from stepwell import _core
+from stepwell._budget import GIB, announce, note_pinned
+from stepwell._streams import current_stream, device_name, stream_of
 from stepwell._tensors import name_of, view
 from stepwell.access.under_way import without_waiting
 from stepwell.deepspeed.zero.deferred_gradients import DeferredGradients, runs_of
 from stepwell.deepspeed.zero.partition import Partition
 from stepwell.deepspeed.zero.partitions import host_memory
-from stepwell.offload.budget import GIB, announce, note_pinned
-from stepwell.offload.deferred import Extents, deferred_core, memory_of
-from stepwell.offload.engine import current_stream, device_name, stream_of
-from stepwell.offload.selection import Selector
+from stepwell.store.deferred import Extents, deferred_core, memory_of
+from stepwell.store.selection import Selector
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from stepwell.deepspeed.zero.deferred_gradients import Run, Source
     from stepwell.deepspeed.zero.fragment import Fragment
     from stepwell.deepspeed.zero.operands import Operand
-    from stepwell.offload.deferred import Deferred
+    from stepwell.store.deferred import Deferred
 
 __all__ = ["DeferredPartitions"]
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from stepwell.access.guard import Uploads
-from stepwell.offload.gathering import Gatherer, Piece, bytes_of
+from stepwell.ranks.gathering import Gatherer, Piece, bytes_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from stepwell.deepspeed.zero.partitions import Partitions
     from stepwell.deepspeed.zero.persistent import Upload
-    from stepwell.offload.peers import Peers
+    from stepwell.ranks.peers import Peers
 
 __all__ = ["GatheredPersistents", "GatheredUploads", "GatheredWeights"]
 

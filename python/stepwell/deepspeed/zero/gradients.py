@@ -22,13 +22,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from stepwell import _core
+from stepwell._budget import announce
 from stepwell._tensors import tensor_on, view
 from stepwell.deepspeed.zero.adjacent import runs
 from stepwell.deepspeed.zero.fragment import Fragment
 from stepwell.deepspeed.zero.norm_round import NORM_DTYPE, WIDE_NORM_DTYPE
-from stepwell.offload import adder
-from stepwell.offload.adder import Adder, norm_of, norms_of
-from stepwell.offload.budget import announce
+from stepwell.store import adder
+from stepwell.store.adder import Adder, norm_of, norms_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -13,7 +13,7 @@ import torch
 from stepwell._tensors import view
 from stepwell.deepspeed.zero.adjacent import are_adjacent, joined
 from stepwell.deepspeed.zero.fragment import Fragment
-from stepwell.offload.reads import Reads
+from stepwell.store.reads import Reads
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

@@ -18,7 +18,7 @@ from stepwell._hyper import Hyper, hyper_of
 from stepwell._tensors import view
 from stepwell.access.under_way import without_waiting
 from stepwell.deepspeed.native import adam
-from stepwell.offload.norm import CLIP_EPS
+from stepwell.store.norm import CLIP_EPS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -22,22 +22,22 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from stepwell import _core
+from stepwell._budget import announce, note_pinned
+from stepwell._streams import current_stream, device_name
 from stepwell._tensors import tensor_on
 from stepwell.access.guard import Uploads, exposed
 from stepwell.access.writes import ThreadWait, Writes
 from stepwell.deepspeed.zero.fragment import Fragment
 from stepwell.deepspeed.zero.gradients import Gradients
 from stepwell.deepspeed.zero.lanes import CudaLane, EngineLane, Lane, ThreadLane
-from stepwell.offload.budget import announce, note_pinned
-from stepwell.offload.engine import current_stream, device_name
-from stepwell.offload.gathering import Gatherer
+from stepwell.ranks.gathering import Gatherer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from stepwell.deepspeed.zero.partition import Partition
     from stepwell.deepspeed.zero.swapped import SwappedPartitions
-    from stepwell.offload.peers import Peers
+    from stepwell.ranks.peers import Peers
 
 __all__ = [
     "FragmentUploads",

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from stepwell.deepspeed.zero.fragment import Fragment
     from stepwell.deepspeed.zero.partitions import Partitions
-    from stepwell.offload.peers import Peers
+    from stepwell.ranks.peers import Peers
 
 __all__ = ["PersistentGate"]
 

@@ -52,7 +52,7 @@ from stepwell.deepspeed.zero.partitions import FragmentUploads, Partitions, Part
 from stepwell.deepspeed.zero.swapped import commit_last_step, swapped_on
 from stepwell.deepspeed.zero.timers import stop_all
 from stepwell.deepspeed.zero.told_steps import ToldSteps
-from stepwell.offload.peers import Peers
+from stepwell.ranks.peers import Peers
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping

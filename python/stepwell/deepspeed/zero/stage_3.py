@@ -63,7 +63,7 @@ from stepwell.deepspeed.zero.swapped import commit_last_step, swapped_on
 from stepwell.deepspeed.zero.timers import stop_all
 from stepwell.deepspeed.zero.touched import TouchedMemory
 from stepwell.deepspeed.zero.unreduced import UnreducedGradients
-from stepwell.offload.peers import Peers
+from stepwell.ranks.peers import Peers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence

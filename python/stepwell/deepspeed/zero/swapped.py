@@ -39,29 +39,29 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from stepwell import _core, _state
+from stepwell._budget import GIB, share_of_free_bytes
 from stepwell._tensors import view
 from stepwell.access.under_way import without_waiting
 from stepwell.access.writes import Written, forget, remember
 from stepwell.deepspeed.zero.mapped import MappedState
-from stepwell.offload.budget import GIB, share_of_free_bytes
-from stepwell.offload.places import addresses_for
-from stepwell.offload.ranks import WholeWorld
-from stepwell.offload.sharded_volume import (
+from stepwell.ranks.collective import WholeWorld
+from stepwell.store.places import addresses_for
+from stepwell.store.sharded_volume import (
     RUN_OF_ONE,
     CommonCommits,
     agree_on_counts,
     close,
     open_together,
 )
-from stepwell.offload.swapped import buffers_nbytes_max, make_swap
-from stepwell.offload.volume_end import end_with, write_weights_behind
+from stepwell.store.swapped import buffers_nbytes_max, make_swap
+from stepwell.store.volume_end import end_with, write_weights_behind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from stepwell.deepspeed.zero.partition import Partition
-    from stepwell.offload.volume import Volume
+    from stepwell.store.volume import Volume
 
 __all__ = ["SwappedPartitions", "commit_last_step", "swapped_on"]
 

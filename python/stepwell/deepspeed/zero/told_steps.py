@@ -12,12 +12,12 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING
 
-from stepwell.offload.peers import failed_on, left_here, why_lost
+from stepwell.ranks.peers import failed_on, left_here, why_lost
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from stepwell.offload.peers import Peers
+    from stepwell.ranks.peers import Peers
 
 __all__ = ["ToldSteps"]
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from stepwell import _state
-from stepwell.offload.budget import GIB
+from stepwell._budget import GIB
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
     from torch.distributed.checkpoint.planner import WriteItem
 
-    from stepwell.offload.sharding import Sharding
+    from stepwell.ranks.sharding import Sharding
 
 __all__ = ["Rows", "of_rank", "own", "whole"]
 

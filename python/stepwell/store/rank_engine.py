@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from stepwell._sharding import local
-from stepwell.offload.engine import Engine
-from stepwell.offload.gathering import Gatherer, Piece, bytes_of
+from stepwell.ranks.gathering import Gatherer, Piece, bytes_of
+from stepwell.store.engine import Engine
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
     import torch
 
-    from stepwell.offload.sharding import Sharding
-    from stepwell.offload.swapped import Swapped
-    from stepwell.offload.twins import Twins
+    from stepwell.ranks.sharding import Sharding
+    from stepwell.store.swapped import Swapped
+    from stepwell.store.twins import Twins
 
 __all__ = ["RankEngine"]
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
-from stepwell.offload.reads import Reads
+from stepwell.store.reads import Reads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from stepwell._sharding import is_dtensor, piece_of
+from stepwell._streams import current_stream
 from stepwell._tensors import is_run
-from stepwell.offload.engine import current_stream
-from stepwell.offload.grad_checks import gradients_of, lies_as
+from stepwell.store.grad_checks import gradients_of, lies_as
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 
     from torch.distributed.tensor import DTensor
 
-    from stepwell.offload.background import Background
-    from stepwell.offload.engine import Engine
-    from stepwell.offload.grad_checks import Label
-    from stepwell.offload.twins import Twins
+    from stepwell.store.background import Background
+    from stepwell.store.engine import Engine
+    from stepwell.store.grad_checks import Label
+    from stepwell.store.twins import Twins
 
 __all__ = ["DeviceCollector", "may_change_after_backward"]
 

@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from stepwell.offload.accumulation import HostCollector
-from stepwell.offload.deferred_steps import DeferralMetrics, DeferredSteps, StepKind
+from stepwell.store.accumulation import HostCollector
+from stepwell.store.deferred_steps import DeferralMetrics, DeferredSteps, StepKind
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from stepwell import _core, _state
-    from stepwell.offload.background import Background
-    from stepwell.offload.gradients import DeviceCollector
-    from stepwell.offload.host_side import HostSide
-    from stepwell.offload.spans import Looked
+    from stepwell.store.background import Background
+    from stepwell.store.gradients import DeviceCollector
+    from stepwell.store.host_side import HostSide
+    from stepwell.store.spans import Looked
 
 __all__ = ["Steps"]
 

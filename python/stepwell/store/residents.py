@@ -35,16 +35,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from stepwell import _core, _state
+from stepwell._budget import GIB
 from stepwell._sharding import PLAIN, is_dtensor
+from stepwell._streams import current_stream, device_name, stream_of
 from stepwell._tensors import ordinary_tensors, view
-from stepwell.offload.budget import GIB
-from stepwell.offload.engine import current_stream, device_name, stream_of
-from stepwell.offload.grad_checks import Label, gradients_of
+from stepwell.store.grad_checks import Label, gradients_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from stepwell.offload.grad_checks import Known
+    from stepwell.store.grad_checks import Known
 
 __all__ = ["Residents"]
 

@@ -37,15 +37,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from stepwell._sharding import meshes
-from stepwell.offload.peers import Peers
-from stepwell.offload.ranks import Call
+from stepwell.ranks.collective import Call
+from stepwell.ranks.peers import Peers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from stepwell import _core
-    from stepwell.offload.ranks import Ranks
-    from stepwell.offload.sharding import Sharding
+    from stepwell.ranks.collective import Ranks
+    from stepwell.ranks.sharding import Sharding
 
 __all__ = [
     "RUN_OF_ONE",

@@ -16,21 +16,21 @@ from typing import TYPE_CHECKING
 import torch
 
 from stepwell import _core, _state
+from stepwell._budget import GIB, announce, share_of_free_bytes
 from stepwell._sharding import is_dtensor, local
 from stepwell._tensors import Written, check_param
-from stepwell.offload.budget import GIB, announce, share_of_free_bytes
-from stepwell.offload.deferred import Extents, Memory, memory_of
-from stepwell.offload.residents import Residents
-from stepwell.offload.sharded_volume import fetch_rows
-from stepwell.offload.twins import Twins
+from stepwell.store.deferred import Extents, Memory, memory_of
+from stepwell.store.residents import Residents
+from stepwell.store.sharded_volume import fetch_rows
+from stepwell.store.twins import Twins
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
     from contextlib import AbstractContextManager
 
-    from stepwell.offload.deferred import Deferred
-    from stepwell.offload.shares import Shares
-    from stepwell.offload.swapped import Swapped
+    from stepwell.ranks.shares import Shares
+    from stepwell.store.deferred import Deferred
+    from stepwell.store.swapped import Swapped
 
 __all__ = ["HostSide"]
 

@@ -37,15 +37,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from stepwell._streams import stream_of
 from stepwell.access.finalizers import finalize, postponed
-from stepwell.offload.engine import stream_of
-from stepwell.offload.peers import failed_on, left_here, wait_for_work, why_lost
+from stepwell.ranks.peers import failed_on, left_here, wait_for_work, why_lost
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from stepwell import _core
-    from stepwell.offload.peers import Peers, ToldOfStep
+    from stepwell.ranks.peers import Peers, ToldOfStep
 
 __all__ = ["Gatherer", "Piece", "bytes_of"]
 

@@ -17,7 +17,7 @@ import contextlib
 import logging
 import weakref
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -25,9 +25,8 @@ import torch.distributed as dist
 from stepwell._checks import flag
 from stepwell._sharding import is_dtensor
 from stepwell._tensors import contiguous_hint
-from stepwell.offload.peers import Peers, StepFacts
-from stepwell.offload.shares import Shares
-from stepwell.offload.volume import Durability
+from stepwell.ranks.peers import Peers, StepFacts
+from stepwell.ranks.shares import Shares
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -88,13 +87,13 @@ class Sharding:
                 )
         self.shares.add(params)
 
-    def check_durability(self, mine: Durability | None) -> None:
+    def check_durability(self, mine: str | None) -> None:
         """Raises ValueError, on all ranks, where only some have a volume, or one that commits.
 
         Ranks with volumes make them together, and would wait for the others.
         """
-        kinds = (None, *get_args(Durability))
-        if self.peers.first_difference([kinds.index(mine)]) is not None:
+        word = int.from_bytes(str(mine).encode(), "little")
+        if self.peers.first_difference([word]) is not None:
             what = "no `tier`" if mine is None else f"a `tier` of durability `{mine}`"
             raise ValueError(
                 f"`shard` is given, and this rank has {what}, others have not, expected the same "
@@ -221,7 +220,7 @@ def awaited(sharding: Sharding | None) -> AbstractContextManager[None]:
 
 
 def open_sharding(
-    shard: Shard, *, deferred: bool, accumulate: str, durability: Durability | None
+    shard: Shard, *, deferred: bool, accumulate: str, durability: str | None
 ) -> Sharding | None:
     """The ranks that share the step; None: there is nothing to share.
 

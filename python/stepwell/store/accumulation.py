@@ -22,18 +22,18 @@ from typing import TYPE_CHECKING
 import torch
 
 from stepwell._sharding import local
-from stepwell.offload.adder import Adder, add, add_to_zero, assign
-from stepwell.offload.grad_checks import check_in_place, checked
-from stepwell.offload.gradients import may_change_after_backward
-from stepwell.offload.marker import GradMarker
+from stepwell.store.adder import Adder, add, add_to_zero, assign
+from stepwell.store.grad_checks import check_in_place, checked
+from stepwell.store.gradients import may_change_after_backward
+from stepwell.store.marker import GradMarker
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
-    from stepwell.offload.background import Background
-    from stepwell.offload.grad_checks import Label
-    from stepwell.offload.twins import Twins
+    from stepwell.store.background import Background
+    from stepwell.store.grad_checks import Label
+    from stepwell.store.twins import Twins
 
 __all__ = ["WHY_NAN", "HostCollector"]
 

@@ -18,7 +18,7 @@ from stepwell import _core
 from stepwell._checks import count
 
 if TYPE_CHECKING:
-    from stepwell.offload.volume import Volume
+    from stepwell.store.volume import Volume
 
 __all__ = ["TUNING_FILE", "DriveTuning", "VolumeShape", "shape_of"]
 

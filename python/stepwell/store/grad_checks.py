@@ -13,7 +13,7 @@ import torch
 
 from stepwell._sharding import PLAIN, is_dtensor, local
 from stepwell._tensors import check_memory, contiguous_hint, is_run
-from stepwell.offload.marker import GradMarker
+from stepwell.store.marker import GradMarker
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

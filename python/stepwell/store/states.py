@@ -12,7 +12,7 @@ import threading
 import weakref
 from typing import TYPE_CHECKING
 
-from stepwell.offload.state_in_memory import StateInMemory
+from stepwell.store.state_in_memory import StateInMemory
 
 if TYPE_CHECKING:
     from collections import defaultdict
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     import torch
 
     from stepwell import _state
-    from stepwell.offload.background import Background
-    from stepwell.offload.engine import Submitted
-    from stepwell.offload.host_side import HostSide
-    from stepwell.offload.residents import Residents
+    from stepwell.store.background import Background
+    from stepwell.store.engine import Submitted
+    from stepwell.store.host_side import HostSide
+    from stepwell.store.residents import Residents
 
 __all__ = ["States"]
 

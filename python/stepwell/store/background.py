@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 
 from stepwell._sharding import is_dtensor
 from stepwell.access.gate import LANDING_BYTES_MAX, Gate
-from stepwell.offload.deferred_steps import COMPILED
-from stepwell.offload.engine import Engine
-from stepwell.offload.rank_engine import RankEngine
+from stepwell.store.deferred_steps import COMPILED
+from stepwell.store.engine import Engine
+from stepwell.store.rank_engine import RankEngine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
     import torch
 
-    from stepwell.offload.host_side import HostSide
-    from stepwell.offload.sharding import Sharding
+    from stepwell.ranks.sharding import Sharding
+    from stepwell.store.host_side import HostSide
 
 __all__ = ["Background"]
 

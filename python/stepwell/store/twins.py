@@ -27,7 +27,7 @@ from stepwell._tensors import tensor_on, view
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from stepwell.offload.shares import Shares
+    from stepwell.ranks.shares import Shares
 
 __all__ = ["Twin", "Twins"]
 

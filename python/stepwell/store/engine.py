@@ -21,50 +21,29 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from stepwell import _core
+from stepwell._budget import note_pinned
 from stepwell._sharding import is_dtensor, local
+from stepwell._streams import current_stream, device_name, stream_of
 from stepwell.access.guard import Uploads
 from stepwell.access.under_way import without_waiting
-from stepwell.offload.budget import note_pinned
-from stepwell.offload.contents import Contents
-from stepwell.offload.deferred import Extents, deferred_core
-from stepwell.offload.selection import Selector
-from stepwell.offload.wait_order import WaitOrder
+from stepwell.store.contents import Contents
+from stepwell.store.deferred import Extents, deferred_core
+from stepwell.store.selection import Selector
+from stepwell.store.wait_order import WaitOrder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence
     from contextlib import AbstractContextManager
 
     from stepwell._state import State
-    from stepwell.offload.deferred import Deferred
-    from stepwell.offload.selection import Selected
-    from stepwell.offload.swapped import Swapped
-    from stepwell.offload.twins import Twins
+    from stepwell.store.deferred import Deferred
+    from stepwell.store.selection import Selected
+    from stepwell.store.swapped import Swapped
+    from stepwell.store.twins import Twins
 
 _LOGGER = logging.getLogger(__name__)
 
-__all__ = ["Engine", "Submitted", "current_stream", "device_name", "stream_of"]
-
-
-def device_name(device: torch.device) -> str:
-    """What the core calls `device`."""
-    return "cpu" if device.type == "cpu" else f"{device.type}:{device.index or 0}"
-
-
-def current_stream(device: torch.device) -> int:
-    """The current stream of `device`, as the core knows it."""
-    if device.type != "cuda":
-        return 0
-    # Hooks ask for every gradient, and torch.cuda.current_stream makes an object each time.
-    stream: int = torch._C._cuda_getCurrentRawStream(device.index or 0)
-    return stream
-
-
-def stream_of(stream: int, device: torch.device) -> torch.cuda.Stream:
-    """The stream of torch's that the core knows as `stream`."""
-    if stream == 0:
-        # torch takes the address 0 for none, and makes a new stream.
-        return torch.cuda.default_stream(device)
-    return torch.cuda.ExternalStream(stream, device=device)  # type: ignore[no-untyped-call]
+__all__ = ["Engine", "Submitted"]
 
 
 def _close(core: _core.OffloadEngine, store: _core.Store) -> None:

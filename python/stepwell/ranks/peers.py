@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from stepwell.offload.ranks import Call, Ranks
+from stepwell.ranks.collective import Call, Ranks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from stepwell import _core, _state
+from stepwell._budget import GIB
 from stepwell._sharding import cut_of, like, local, meshes
 from stepwell._tensors import view
-from stepwell.offload.budget import GIB
-from stepwell.offload.places import addresses_for
-from stepwell.offload.sharded_volume import (
+from stepwell.store.places import addresses_for
+from stepwell.store.sharded_volume import (
     RUN_OF_ONE,
     CommonCommits,
     agree_on_counts,
@@ -35,17 +35,17 @@ from stepwell.offload.sharded_volume import (
     open_together,
     ranks_of,
 )
-from stepwell.offload.tuning import shape_of
-from stepwell.offload.volume_end import end_with
+from stepwell.store.tuning import shape_of
+from stepwell.store.volume_end import end_with
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
     from contextlib import AbstractContextManager
 
-    from stepwell.offload.peers import Peers
-    from stepwell.offload.sharding import Sharding
-    from stepwell.offload.twins import Twins
-    from stepwell.offload.volume import Volume
+    from stepwell.ranks.peers import Peers
+    from stepwell.ranks.sharding import Sharding
+    from stepwell.store.twins import Twins
+    from stepwell.store.volume import Volume
 
 __all__ = ["MEMORY_PER_BUFFERS", "Swapped", "buffers_nbytes_max", "make_swap"]
 

@@ -23,7 +23,7 @@ from stepwell import _core
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from stepwell.offload.twins import Twins
+    from stepwell.store.twins import Twins
 
 __all__ = ["Contents"]
 

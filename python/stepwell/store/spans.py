@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 from stepwell import _core, _state
 from stepwell._binding import Rounding, bind
 from stepwell._sharding import PLAIN, piece_of
-from stepwell.offload.grad_checks import check_in_place
+from stepwell.store.grad_checks import check_in_place
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
     import torch
 
-    from stepwell.offload.accumulation import HostCollector
-    from stepwell.offload.background import Background
-    from stepwell.offload.gradients import DeviceCollector
-    from stepwell.offload.host_side import HostSide
-    from stepwell.offload.residents import Residents
-    from stepwell.offload.shares import Shares
+    from stepwell.ranks.shares import Shares
+    from stepwell.store.accumulation import HostCollector
+    from stepwell.store.background import Background
+    from stepwell.store.gradients import DeviceCollector
+    from stepwell.store.host_side import HostSide
+    from stepwell.store.residents import Residents
 
 __all__ = ["Looked", "Spans"]
 

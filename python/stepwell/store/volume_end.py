@@ -9,7 +9,7 @@ whatever a finalizer raises.
 
 Each rank commits its own last step. At the end another rank may be gone, or at another step; ranks
 that go on go back to the last commit that all of their volumes have
-(`stepwell.offload.sharded_volume`, SHV-3).
+(`stepwell.store.sharded_volume`, SHV-3).
 """
 
 from __future__ import annotations

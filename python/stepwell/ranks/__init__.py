@@ -1,0 +1,1 @@
+"""Ranks that agree on a step, and gather each other's weights."""
