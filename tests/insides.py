@@ -46,7 +46,7 @@ def num_pending(optimizer):
 
 def is_pending(optimizer, param):
     """Whether an update of it is deferred."""
-    return engine_of(optimizer).is_pending(param)
+    return any(each is param for each in engine_of(optimizer).pending_params)
 
 
 def host_weight(optimizer, param):

@@ -147,7 +147,15 @@ def test_volumes_of_another_kind_are_an_error(mine):
     what = f"a `tier` of durability `{mine}`" if mine else "no `tier`"
     with pytest.raises(ValueError, match=rf"this rank has {what}, others have not(.|\n)*hint"):
         sharding.check_durability(mine)
-    assert sharding.peers.digests == [[[None, "commit", "none"].index(mine)]] * 2
+
+
+def test_volumes_of_each_kind_are_told_apart():
+    sharding = sharing()
+    for mine in (None, "none", "commit", None):
+        sharding.check_durability(mine)
+    first, *others, last = sharding.peers.digests
+    assert first == last
+    assert len({first[0], *(each for (each,) in others)}) == 3
 
 
 def test_parameters_whose_rows_do_not_follow_each_other_are_refused():

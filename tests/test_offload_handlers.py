@@ -84,3 +84,23 @@ def test_a_checkpoint_may_be_saved_at_any_line_of_a_step_with_selected_channels(
         steps = {int(state["step"]) for state in optimizer.state_dict()["state"].values()}
         assert steps == {BEFORE + 4}
         assert all(param.detach().isfinite().all() for param in model.parameters())
+
+
+@pytest.mark.parametrize("kind", ["exact", "residents"])
+def test_a_step_in_which_state_is_loaded_is_taken_or_refused(kind: str) -> None:
+    for line in count(1, EVERY):
+        run = begun(kind)
+        before, saved = bits_of(run), run[1].state_dict()
+
+        def load(run: Run = run, saved: dict[str, Any] = saved) -> None:
+            run[1].load_state_dict(saved)
+
+        try:
+            was_there = step_with_handler(run[1], line, load)
+        except ValueError as error:
+            assert "nothing was changed" in str(error)
+            assert bits_of(run) == before
+        else:
+            if not was_there:
+                return
+            assert bits_of(run) != before

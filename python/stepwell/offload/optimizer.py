@@ -798,7 +798,7 @@ class OffloadAdamW(AdamW):
         if found_inf and self._sharding is None and not self._agreeing_meshes():
             return self._is_taken(Facts(found_inf=True), None, "", has_updates=False)
         error: ValueError | None = None
-        looked = Looked([], [], [], [], [], [])
+        looked = Looked(None, [], [], [], [], [], [])
         inverse_scale, norm = 1.0, 0.0
         # What the program has written since the last step.
         written: list[torch.Tensor] = []
@@ -932,7 +932,16 @@ class OffloadAdamW(AdamW):
         return [*found, False, False]
 
     def _submit(self, looked: Looked, grad_scale: float) -> None:
-        """Has a step begin that was decided on."""
+        """Has a step begin that was decided on.
+
+        Raises:
+            ValueError: parameters came or went in the wait for the norm; nothing was changed.
+        """
+        if self._store is not looked.store:
+            raise ValueError(
+                "parameters were added or removed while the step was made ready, and nothing was "
+                "changed. hint: change groups between steps"
+            )
         hypers = [hyper.core(grad_scale) for hyper in self._hypers]
         stream = self._residents.begin()
         # State with no update counted is as none.
@@ -1024,7 +1033,3 @@ def _calls_hooks(param: torch.Tensor) -> bool:
     Not where its shards are offloaded by FSDP2, which waits for the gradients that have a hook.
     """
     return not is_dtensor(param) or param.device.type == param.device_mesh.device_type
-
-
-def _has_grad(param: torch.Tensor) -> bool:
-    return param.grad is not None

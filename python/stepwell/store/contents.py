@@ -72,21 +72,20 @@ class Contents:
             twins[param].checksums = known
         core.keep_checksums(self._known.data_ptr())
         self._found = self._known
-        # Of the last look, what is of another size, dtype or device than it was.
-        self._moved: list[int] = []
 
     def look(self) -> torch.Tensor:
         """Compares the weights that come with the step of the store's last look.
 
         Returns whether any differs: one element, on the device.
         """
-        self._found, self._moved = self._known.clone(), []
-        if self._found.numel():
-            sums = self._found.data_ptr()
-            self._moved = self._store.take_checksums(sums, stream=self._stream())
-            for index in self._moved:
-                self._found[self._segments[id(self._params[index])]] = _UNKNOWN - 1
-        return (self._found != self._known).any()
+        # A signal's handler may look meanwhile: the memory that is written is this call's own.
+        found, stream = self._known.clone(), self._stream()
+        if found.numel():
+            # Of another size, dtype or device than they were.
+            for index in self._store.take_checksums(found.data_ptr(), stream=stream):
+                found[self._segments[id(self._params[index])]] = _UNKNOWN - 1
+        self._found = found
+        return (found != self._known).any()
 
     def differing(self) -> list[torch.Tensor]:
         """The parameters whose weights differed in the last look. The thread waits for it."""

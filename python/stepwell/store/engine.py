@@ -240,10 +240,6 @@ class Engine(Uploads):
             found: list[torch.Tensor] = self.store.pending
             return found
 
-    def is_pending(self, param: torch.Tensor) -> bool:
-        """Whether `param` is among `pending_params`."""
-        return any(each is param for each in self.pending_params)
-
     def has_pending(self) -> bool:
         """Whether there is any in `pending_params`."""
         return bool(self.pending_params)

@@ -43,6 +43,8 @@ Labelled: TypeAlias = "Callable[[], Iterable[tuple[torch.Tensor, str]]]"
 class Looked(NamedTuple):
     """The gradients of a step, all of them checked."""
 
+    store: _core.Store | None
+    """What has looked; None: nothing has."""
     groups: list[int]
     """Of each parameter with a gradient its group."""
     params: list[torch.Tensor]
@@ -115,10 +117,10 @@ class Spans:
     def unbind(self) -> None:
         """Has the next step look at everything as if it were the first."""
         self._seeds = []
-        self._bare_store = _core.Store(is_beside=True)
-        if self._background.engine is not None:
-            self._background.engine.store.unbind()
-            self._background.engine.store.has_left = False
+        engine = self._background.engine
+        for store in (self._bare_store, *([] if engine is None else [engine.store])):
+            store.unbind()
+            store.has_left = False
 
     def first_element(self, param: torch.Tensor) -> int:
         """Which element of `param` the first one is that this rank steps."""
@@ -158,7 +160,7 @@ class Spans:
             has_grad = (param for param, _ in labelled() if param.grad is not None)
             frozen = next(param for param in has_grad if param not in self)
             check_in_place(frozen, None, self._host.device, label)
-        looked = Looked(look.groups, look.params, look.grads, [], look.on_device, [])
+        looked = Looked(self.store, look.groups, look.params, look.grads, [], look.on_device, [])
         moved: Sequence[int] = look.moved
         if self._host.sums_on_host:
             moved = range(len(looked.params))

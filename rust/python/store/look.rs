@@ -11,7 +11,7 @@ use pyo3::{
 };
 
 use super::{
-    PyStore,
+    Memory, PyStore,
     atomic::Atomic,
     py_drop,
     span::{Binding, Counter, Part, Place, Span},
@@ -203,19 +203,12 @@ impl PyStore {
     }
 
     /// See [`PyStore::overlapping`].
-    pub(super) fn find_overlapping(&mut self) -> Vec<usize> {
-        let (spans, is_beside) = (&self.spans, self.beside.is_some());
-        let ready = self.looked.iter().filter(|one| one.is_ready).map(|one| one.span);
-        let stepped: Vec<_> = ready.collect();
-        let is_current = self.written.as_ref().is_some_and(|(of, _)| *of == stepped);
-        if !is_current {
-            let bound = stepped.iter().filter_map(|&span| spans[span].binding.as_ref());
-            let mut written: Vec<_> =
-                bound.flat_map(|binding| memory_of(binding, is_beside)).collect();
-            written.sort_unstable();
-            self.written = Some((stepped, written));
-        }
-        let written = self.written.as_ref().map_or(&[][..], |(_, written)| written);
+    pub(super) fn find_overlapping(&mut self, py: Python<'_>) -> PyResult<Vec<usize>> {
+        let written = match self.written.take() {
+            _ if self.beside.is_some() => self.weights_written(py)?,
+            written => self.memory_written(written),
+        };
+        let spans = &self.spans;
         let overlaps = |one: &Looked| {
             let extent = spans[one.span].binding.as_ref().and_then(Binding::extent);
             let nbytes = extent.map_or(0, |(numel, dtype)| {
@@ -223,11 +216,59 @@ impl PyStore {
             });
             let (begin, end) = (one.grad_address, one.grad_address + nbytes);
             // Runs are disjoint: of those that begin before the end, the last reaches furthest.
-            let before = written.partition_point(|&(start, _)| start < end);
-            nbytes > 0 && before > 0 && written[before - 1].0 + written[before - 1].1 > begin
+            let before = written.1.partition_point(|&(start, _)| start < end);
+            nbytes > 0 && before > 0 && written.1[before - 1].0 + written.1[before - 1].1 > begin
         };
         let looked = self.looked.iter().enumerate();
-        looked.filter(|(_, one)| one.is_ready && overlaps(one)).map(|(at, _)| at).collect()
+        let found = looked.filter(|(_, one)| one.is_ready && overlaps(one)).map(|(at, _)| at);
+        let found = found.collect();
+        self.written = Some(written);
+        Ok(found)
+    }
+
+    /// The memory that a step in host memory writes; `before`: that of the step before.
+    fn memory_written(&self, before: Option<Memory>) -> Memory {
+        let ready = self.looked.iter().filter(|one| one.is_ready).map(|one| one.span);
+        let stepped: Vec<_> = ready.collect();
+        if let Some(before) = before.filter(|(of, _)| *of == stepped) {
+            return before;
+        }
+        let bound = stepped.iter().filter_map(|&span| self.spans[span].binding.as_ref());
+        let tensors = bound.filter_map(Binding::hosted);
+        let views =
+            tensors.flat_map(|tensor| tensor.written().map(|(_, view)| view).collect::<Vec<_>>());
+        let mut written: Vec<_> = views.map(|view| (view.address(), view.nbytes())).collect();
+        written.retain(|&(_, nbytes)| nbytes > 0);
+        written.sort_unstable();
+        (stepped, written)
+    }
+
+    /// The weights on the device that a step writes, of those that it steps, and of those that are
+    /// pending.
+    fn weights_written(&self, py: Python<'_>) -> PyResult<Memory> {
+        let residents = self.looked.iter().enumerate();
+        let residents = residents.filter(|(_, one)| self.spans[one.span].is_resident);
+        let residents = residents.map(|(at, one)| (one.span, Some(at)));
+        let mut written = Vec::new();
+        for (span, at) in self.landing().into_iter().chain(residents) {
+            let Span { param, binding: Some(binding), .. } = &self.spans[span] else { continue };
+            let piece = at.and_then(|at| self.looked[at].piece.as_ref());
+            let Some((numel, dtype)) = binding.extent() else { continue };
+            let (begin, numel) = match (piece, binding.weight) {
+                // Rows that other ranks step are written as well.
+                (None, Some(weight)) if at.is_some() => (weight, binding.whole.0),
+                (Some(piece), _) => (address(piece.bind(py))?, numel),
+                (None, _) => match param.bind(py).getattr_opt(intern!(py, "_local_tensor"))? {
+                    Some(local) => (address(&local)?, numel),
+                    None => (address(param.bind(py))?, binding.whole.0),
+                },
+            };
+            if numel > 0 {
+                written.push((begin, numel * dtype.size()));
+            }
+        }
+        written.sort_unstable();
+        Ok((vec![], written))
     }
 
     /// See [`PyStore::numbers`].
@@ -381,19 +422,4 @@ fn by_param<'py>(
         }
     }
     Ok(found)
-}
-
-/// The memory that a step of a span writes: in the host, or the weight on the device.
-fn memory_of(binding: &Binding, is_beside: bool) -> Vec<(usize, usize)> {
-    let mut found: Vec<_> = match (binding.weight, binding.extent()) {
-        (Some(weight), Some((numel, dtype))) if is_beside => vec![(weight, numel * dtype.size())],
-        _ if is_beside => vec![],
-        _ => {
-            let tensor = binding.hosted();
-            let written = tensor.iter().flat_map(|tensor| tensor.written());
-            written.map(|(_, view)| (view.address(), view.nbytes())).collect()
-        }
-    };
-    found.retain(|&(_, nbytes)| nbytes > 0);
-    found
 }

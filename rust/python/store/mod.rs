@@ -74,7 +74,8 @@ pub(super) struct PyStore {
     by_param: HashMap<usize, usize>,
     /// The gradients of the step that comes, in the order of the groups.
     looked: Vec<Looked>,
-    /// The spans of a step, and the memory that it writes, ascending; None: it is to be found anew.
+    /// The spans of a step in host memory, and the memory that it writes, ascending; None: it is to
+    /// be found anew.
     written: Option<Memory>,
     beside: Option<Beside>,
     /// Steps the spans whose state is on the device; None: there is none.
@@ -246,8 +247,8 @@ impl PyStore {
 
     /// The positions, in the last look's lists, of gradients that lie in memory which the step
     /// writes.
-    fn overlapping(&mut self) -> Vec<usize> {
-        self.find_overlapping()
+    fn overlapping(&mut self, py: Python<'_>) -> PyResult<Vec<usize>> {
+        self.find_overlapping(py)
     }
 
     /// The number of the update that comes of each parameter of the last look, from 1; 0: it is not

@@ -8,7 +8,8 @@ use super::{
     look::Looked,
     py_drop,
     span::{OnDevice, Place, Span},
-    torch::address,
+    step::moved,
+    torch::{address, storage},
 };
 use crate::{
     error::Error,
@@ -71,7 +72,11 @@ impl PyStore {
                 "a gradient is not that of a resident with `{nbytes}` bytes of state"
             )));
         };
-        let on_device = OnDevice { address: address(memory)? as u64, dtype: dense.dtype };
+        let on_device = OnDevice {
+            address: address(memory)? as u64,
+            dtype: dense.dtype,
+            storage: storage(memory)?,
+        };
         let (place, parts) = (Place::Device(on_device), vec![]);
         self.bind_place(py, position, place, grad, state, parts, piece, 0, is_kept, vec![])
     }
@@ -105,7 +110,7 @@ impl PyStore {
                 grad: one.grad_address as u64,
                 state: on_device.address,
             };
-            let count = binding.counter.count().map_or(0, |count| count + 1);
+            let count = binding.counter.count().ok_or_else(moved)? + 1;
             blocks.push(block_of(memory, binding.whole.0, on_device.dtype, count, &hyper.0)?);
         }
         Ok(blocks)

@@ -86,12 +86,13 @@ impl Counter {
 }
 
 /// A state that the device has.
-#[derive(Clone, Copy)]
 pub(super) struct OnDevice {
     /// Where it is.
     pub(super) address: u64,
     /// Of the weight and its gradient.
     pub(super) dtype: Dtype,
+    /// It stays where the optimizer lets go of the state before the step is over.
+    pub(super) storage: Py<PyAny>,
 }
 
 /// Where the state of a span is.
@@ -139,7 +140,7 @@ impl Binding {
 
     /// What the core steps in host memory, or on a volume; None: nothing.
     pub(super) fn hosted(&self) -> Option<AdamTensor> {
-        if let Place::Host(tensor) = self.place { tensor } else { None }
+        if let Place::Host(tensor) = &self.place { *tensor } else { None }
     }
 
     /// Elements that are stepped, and their dtype; None: this rank has nothing of the parameter.
@@ -186,6 +187,9 @@ impl Span {
         visit.call(&self.param)?;
         let Some(binding) = &self.binding else { return Ok(()) };
         visit.call(&binding.state)?;
+        if let Place::Device(state) = &binding.place {
+            visit.call(&state.storage)?;
+        }
         for part in &binding.parts {
             visit.call(&part.value)?;
             visit.call(&part.piece)?;
@@ -211,16 +215,18 @@ impl Span {
         grad: &Bound<'_, PyAny>,
         ordinal: usize,
     ) -> PyResult<Option<Dense>> {
-        let Some(Binding { weight: Some(weight), ordinal: was, whole: (numel, first), .. }) =
-            &self.binding
+        let Some(binding) = &self.binding else { return Ok(None) };
+        let Binding { weight: Some(weight), ordinal: was, whole: (numel, first), .. } = binding
         else {
             return Ok(None);
         };
+        let dtype = binding.extent().map(|(_, dtype)| dtype);
         if !(torch.is_plain(param) && torch.is_plain(grad))
             || *was != ordinal
             || address(param)? != *weight
             || !param.call_method0(intern!(param.py(), "is_contiguous"))?.is_truthy()?
             || param.call_method0(intern!(param.py(), "numel"))?.extract::<usize>()? != *numel
+            || torch.dtype(param)? != dtype
         {
             return Ok(None);
         }

@@ -67,8 +67,9 @@ impl PyStore {
         for one in &self.looked {
             let Looked { span, grad, is_ready, piece, .. } = one;
             let span = &self.spans[*span];
-            let weight = span.binding.as_ref().and_then(|binding| binding.weight);
-            let is_moved = match weight {
+            // A signal's handler may have loaded another state.
+            let Some(binding) = &span.binding else { return Err(moved().into()) };
+            let is_moved = match binding.weight {
                 Some(weight) if piece.is_none() => address(span.param.bind(py))? != weight,
                 _ => false,
             };

@@ -63,10 +63,7 @@ impl Torch {
         if !tensor.getattr(intern!(py, "layout"))?.is(&self.strided) {
             return Ok(None);
         }
-        let dtype = tensor.getattr(intern!(py, "dtype"))?;
-        let Some((_, dtype)) = self.floats.iter().find(|(object, _)| dtype.is(object)) else {
-            return Ok(None);
-        };
+        let Some(dtype) = self.dtype(tensor)? else { return Ok(None) };
         let is_run = tensor.call_method0(intern!(py, "is_contiguous"))?.is_truthy()?
             && !tensor.call_method0(intern!(py, "is_neg"))?.is_truthy()?;
         let address = address(tensor)?;
@@ -75,7 +72,14 @@ impl Torch {
             return Ok(None);
         }
         let is_cpu = tensor.getattr(intern!(py, "is_cpu"))?.is_truthy()?;
-        Ok(Some(Dense { address, dtype: *dtype, nbytes, is_cpu }))
+        Ok(Some(Dense { address, dtype, nbytes, is_cpu }))
+    }
+
+    /// The dtype of a tensor; None: it is none that is stepped.
+    pub(super) fn dtype(&self, tensor: &Bound<'_, PyAny>) -> PyResult<Option<Dtype>> {
+        let dtype = tensor.getattr(intern!(tensor.py(), "dtype"))?;
+        let found = self.floats.iter().find(|(object, _)| dtype.is(object));
+        Ok(found.map(|(_, dtype)| *dtype))
     }
 
     /// Has autograd take these for written.
