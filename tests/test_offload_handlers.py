@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     Run = tuple[nn.Module, OffloadAdamW]
 
 # Prime, so that loops are met at any place.
-EVERY = 61
+EVERY = 29
 
 
 def ended(run: Run, left: int) -> Run:
