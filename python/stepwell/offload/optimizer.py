@@ -259,10 +259,10 @@ class OffloadAdamW(AdamW):
         self._host = HostSide(
             moments,
             host_bytes_max,
-            deferred,
-            swapped,
-            shares,
-            self._residents,
+            deferred=deferred,
+            swapped=swapped,
+            shares=shares,
+            residents=self._residents,
             sums_on_host=accumulate == "host",
         )
         self._twins = self._host.twins
@@ -372,7 +372,7 @@ class OffloadAdamW(AdamW):
         except BaseException:
             self._residents.remove(residents)
             raise
-        self._host.device = local(new[0]).device
+        self._twins.device = local(new[0]).device
 
     def _admit_to_host(self, new: list[torch.Tensor]) -> None:
         if not new:
@@ -798,7 +798,7 @@ class OffloadAdamW(AdamW):
         if found_inf and self._sharding is None and not self._agreeing_meshes():
             return self._is_taken(Facts(found_inf=True), None, "", has_updates=False)
         error: ValueError | None = None
-        looked = Looked(None, [], [], [], [], [], [])
+        looked = Looked([], [], [], [], [], [])
         inverse_scale, norm = 1.0, 0.0
         # What the program has written since the last step.
         written: list[torch.Tensor] = []
@@ -821,7 +821,7 @@ class OffloadAdamW(AdamW):
         is_first_at_lr_0 = self._is_first_at_lr_0()
         if not has_error and not found_inf:
             with awaited(self._sharding):
-                self._steps.score(looked)
+                self._steps.decide(looked)
                 if self._sharding is None:
                     norm, written = self._norm_and_written(looked)
                 else:
@@ -932,16 +932,7 @@ class OffloadAdamW(AdamW):
         return [*found, False, False]
 
     def _submit(self, looked: Looked, grad_scale: float) -> None:
-        """Has a step begin that was decided on.
-
-        Raises:
-            ValueError: parameters came or went in the wait for the norm; nothing was changed.
-        """
-        if self._store is not looked.store:
-            raise ValueError(
-                "parameters were added or removed while the step was made ready, and nothing was "
-                "changed. hint: change groups between steps"
-            )
+        """Has a step begin that was decided on."""
         hypers = [hyper.core(grad_scale) for hyper in self._hypers]
         stream = self._residents.begin()
         # State with no update counted is as none.

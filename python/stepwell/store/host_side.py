@@ -46,7 +46,7 @@ class HostSide:
         deferred: which updates are deferred; None: none is.
         swapped: has the state that does not fit into host memory; None: all is there.
         shares: the rows of each parameter that this rank steps; None: all of what it has.
-        residents: parameters that have no host side; None: all have one.
+        residents: parameters that have no host side.
         sums_on_host: whether the gradients of several backwards are summed in host memory.
     """
 
@@ -54,24 +54,22 @@ class HostSide:
         self,
         moments: str,
         bytes_max: int | None,
-        deferred: Deferred | None = None,
-        swapped: Swapped | None = None,
-        shares: Shares | None = None,
-        residents: Residents | None = None,
         *,
-        sums_on_host: bool = False,
+        deferred: Deferred | None,
+        swapped: Swapped | None,
+        shares: Shares | None,
+        residents: Residents,
+        sums_on_host: bool,
     ) -> None:
         # Beside a volume some of it is pinned, and some is not.
         self.twins = Twins(
             have_gradients=deferred is None, shares=shares, is_paged=swapped is not None
         )
-        self._residents = Residents(0) if residents is None else residents
+        self._residents = residents
         self.deferred = deferred
         """Which updates are deferred; None: none is."""
         self.sums_on_host = sums_on_host
         """Whether the gradients of several backwards are summed in host memory."""
-        self.device = torch.device("cpu")
-        """Where the parameters are."""
         self._moments = moments
         self._bytes_max = bytes_max
         self.swapped = swapped
@@ -109,6 +107,11 @@ class HostSide:
                     f"{labels[param]} is a DTensor, `accumulate` is `host`. "
                     "hint: accumulate='device'"
                 )
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return self.twins.device
 
     @property
     def hosted_share(self) -> float:
@@ -199,7 +202,6 @@ class HostSide:
         Raises:
             OSError: there is no memory for it; nothing was changed.
         """
-        device = self._device_with(params)
         self.twins.add(params)
         try:
             # `state` has it from the first step on, as torch's optimizers have.
@@ -213,7 +215,6 @@ class HostSide:
         except BaseException:
             self.twins.remove(params)
             raise
-        self.device = device
 
     def open(
         self,

@@ -43,8 +43,6 @@ Labelled: TypeAlias = "Callable[[], Iterable[tuple[torch.Tensor, str]]]"
 class Looked(NamedTuple):
     """The gradients of a step, all of them checked."""
 
-    store: _core.Store | None
-    """What has looked; None: nothing has."""
     groups: list[int]
     """Of each parameter with a gradient its group."""
     params: list[torch.Tensor]
@@ -160,7 +158,7 @@ class Spans:
             has_grad = (param for param, _ in labelled() if param.grad is not None)
             frozen = next(param for param in has_grad if param not in self)
             check_in_place(frozen, None, self._host.device, label)
-        looked = Looked(self.store, look.groups, look.params, look.grads, [], look.on_device, [])
+        looked = Looked(look.groups, look.params, look.grads, [], look.on_device, [])
         moved: Sequence[int] = look.moved
         if self._host.sums_on_host:
             moved = range(len(looked.params))

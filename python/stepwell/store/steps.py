@@ -54,11 +54,12 @@ class Steps:
         if self._deferred is not None:
             self._deferred.excuse()
 
-    def score(self, looked: Looked) -> None:
+    def decide(self, looked: Looked) -> None:
         """Decides whether the step is deferred, and scores channels of which some may be selected.
 
         The norm that comes next is waited for.
         """
+        self._kind = StepKind.EXACT
         engine, number = self._background.engine, looked.number
         if self._deferred is None or number == 0 or engine is None:
             return
@@ -101,7 +102,7 @@ class Steps:
         if engine.selector is not None and engine.selector.holds(written):
             # The device has copies of their channels, which an exact step drops.
             engine.make_exact()
-            self.score(looked)
+            self.decide(looked)
             if self._host.device.type == "cuda":
                 torch.cuda.synchronize(self._host.device)
         stepped = set(map(id, looked.params))

@@ -226,7 +226,7 @@ impl Span {
             || address(param)? != *weight
             || !param.call_method0(intern!(param.py(), "is_contiguous"))?.is_truthy()?
             || param.call_method0(intern!(param.py(), "numel"))?.extract::<usize>()? != *numel
-            || torch.dtype(param)? != dtype
+            || (dtype.is_some() && torch.dtype(param)? != dtype)
         {
             return Ok(None);
         }
