@@ -22,11 +22,18 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SHAPES = [(5, 3), (7,), (1,), (64, 33)]
 
 
-def made(kind: type[AdamW | OffloadAdamW], dtype: torch.dtype, **options: Any) -> Any:
+def made(
+    kind: type[AdamW | OffloadAdamW],
+    dtype: torch.dtype,
+    *,
+    has_masters: bool = False,
+    **options: Any,
+) -> Any:
     """Parameters with their optimizer: of `AdamW` in host memory, else beside the device."""
     torch.manual_seed(0)
     device = "cpu" if kind is AdamW else DEVICE
-    params = [nn.Parameter(torch.randn(shape).to(device, dtype)) for shape in SHAPES]
+    kept = torch.float32 if has_masters else dtype
+    params = [nn.Parameter(torch.randn(shape).to(dtype).to(device, kept)) for shape in SHAPES]
     return params, kind(params, **options)
 
 
@@ -68,18 +75,24 @@ def run(
     write: Callable[[nn.Parameter], None],
     *,
     when: str,
+    lr: float = 0.1,
+    **options: Any,
 ) -> list[list[int]]:
     """Four steps, of which some have a write before the gradient, or behind it.
 
-    The last parameter gets no gradient in the second step.
+    The last parameter gets no gradient in the second step. `AdamW` steps bfloat16 by masters in
+    fp32, of which the writes change what they change of the weights.
     """
-    params, optimizer = made(kind, dtype, lr=0.1)
+    has_masters = kind is AdamW and dtype is torch.bfloat16
+    params, optimizer = made(kind, dtype, has_masters=has_masters, lr=lr, **options)
+    if has_masters:
+        write = write_of_masters(write)
     for step in range(4):
         for at, param in enumerate(params):
             if when == "before" and step in (0, 2):
                 write(param)
             torch.manual_seed(10 * step + at)
-            param.grad = torch.randn(param.shape).to(param)
+            param.grad = torch.randn(param.shape).to(dtype).to(param)
             if step == 1 and at == len(params) - 1:
                 param.grad = None
             if when == "behind" and step == 1:
@@ -87,7 +100,23 @@ def run(
         optimizer.step()
     if isinstance(optimizer, OffloadAdamW):
         optimizer.synchronize()
-    return bits(params)
+    return bits([param.to(dtype) for param in params])
+
+
+def write_of_masters(write: Callable[[nn.Parameter], None]) -> Callable[[nn.Parameter], None]:
+    """A write to the bfloat16 weight of which a parameter is the fp32 master.
+
+    What it changes is the master there; all else of the master stays.
+    """
+
+    def written(master: nn.Parameter) -> None:
+        weight = nn.Parameter(master.detach().bfloat16())
+        before = weight.detach().clone()
+        write(weight)
+        differs = weight.detach().view(torch.int16) != before.view(torch.int16)
+        master.data[differs] = weight.detach()[differs].float()
+
+    return written
 
 
 @pytest.mark.parametrize("when", ["before", "behind"])
@@ -98,6 +127,29 @@ def test_a_write_counts_however_it_was_made(
 ) -> None:
     expected = run(AdamW, dtype, write, when=when)
     assert run(OffloadAdamW, dtype, write, when=when) == expected
+
+
+@pytest.mark.parametrize("options", [{}, {"device_bytes_max": 1 << 20}], ids=["host", "device"])
+def test_a_mask_behind_every_step_stalls_nothing_else(options: dict[str, Any]) -> None:
+    """Steps of a tenth of what bfloat16 tells apart add up where the mask writes nothing."""
+
+    def by_a_mask(param: nn.Parameter) -> None:
+        param.data.view(-1)[::3] = 0.0
+
+    results = []
+    for kind, own in ((AdamW, {}), (OffloadAdamW, options)):
+        params, optimizer = made(kind, torch.bfloat16, has_masters=kind is AdamW, lr=1e-4, **own)
+        write = write_of_masters(by_a_mask) if kind is AdamW else by_a_mask
+        before = bits(params)
+        for _ in range(60):
+            for param in params:
+                param.grad = torch.ones_like(param)
+            optimizer.step()
+            for param in params:
+                write(param)
+        results.append(bits([param.bfloat16() for param in params]))
+        assert before != results[-1]
+    assert results[0] == results[1]
 
 
 @pytest.mark.parametrize("nonfinite", ["skip", "raise"])

@@ -10,21 +10,8 @@ import stepwell
 import torch
 from offload_cases import assert_equal, loss_of, pair, train
 from optim_cases import DTYPES, bits
-from stepwell import _core
 
 pytestmark = pytest.mark.usefixtures("every_gradient_is_a_batch")
-
-
-def test_a_write_voids_the_trailing_bits_of_its_chunk_only():
-    ours, theirs = pair(dtype=torch.bfloat16)
-    for net, optimizer in (ours, theirs):
-        weight = net[2].weight
-        assert weight.numel() > _core.CHUNK_LEN
-        train(net, optimizer, 2)
-        with torch.no_grad():
-            weight.view(-1)[:1] = 1.0
-        train(net, optimizer, 2, first=2)
-    assert_equal(ours, theirs)
 
 
 def _load(net, values):
@@ -53,8 +40,9 @@ def _data(net, values):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_what_was_written_between_steps_is_stepped(dtype, write):
     ours, theirs = pair(dtype=dtype)
+    # None is what is there: `AdamW` would drop the trailing bits of that, too.
     values = {
-        name: torch.randn(param.shape).to(dtype) for name, param in ours[0].named_parameters()
+        name: (2 + torch.rand(param.shape)).to(dtype) for name, param in ours[0].named_parameters()
     }
     for net, optimizer in (ours, theirs):
         train(net, optimizer, 2)

@@ -264,7 +264,7 @@ class Programs(RuleBasedStateMachine):
     def packed(self, run):
         packed = run.optimizer.state_dict()
         for index, param in enumerate(self.ours.params):
-            if self.place in ON_DEVICE and param in self.unsaved:
+            if param in self.unsaved:
                 # Of a weight that was written. One optimizer drops it here, one in the next step.
                 for name in ("trailing", "master", "fingerprints"):
                     packed["state"].get(index, {}).pop(name, None)
@@ -322,14 +322,14 @@ class Programs(RuleBasedStateMachine):
 
     def written(self, index, seed, write):
         """A function that writes a parameter of a run."""
-        # The device keeps the masters of elements that a write leaves as they are; in host memory
-        # those of a chunk are void.
-        is_kept = self.place in ON_DEVICE and self.at(self.ours, index).dtype != torch.float32
+        old = self.at(self.other, index).detach()
+        new = values(seed, old.shape, old.dtype)
+        # All of it: `AdamW` and volumes void the trailing bits of a chunk that was written, other
+        # places those of elements.
+        new = torch.where(new == old, new + 1, new)
 
         def act(run):
-            param = self.at(run, index)
-            if not is_kept:
-                write(param, values(seed, param.shape, param.dtype))
+            write(self.at(run, index), new)
 
         self.unsaved.add(self.at(self.ours, index))
         return act

@@ -30,6 +30,7 @@ __all__ = [
     "adam_tensor",
     "convert",
     "decode",
+    "drop_written",
     "is_part",
     "key_of",
     "make_dense",
@@ -362,6 +363,31 @@ def take_fingerprints(param: torch.Tensor, state: State, moments: str) -> None:
     if FINGERPRINTS in state and piece.numel() > 0:
         runs = {name: local(state[name]) for name in part_names(param, moments)}
         _core.take_fingerprints(adam_tensor(piece, runs))
+
+
+def drop_written(weight: torch.Tensor, before: torch.Tensor, state: State, moments: str) -> bool:
+    """Drops the trailing bits of the elements of `weight` that were `before`.
+
+    The others' stay, and the fingerprints are those of `weight`. So a mask or a clamp behind every
+    step stalls what it changes alone. Four passes over the weight, on this thread.
+
+    Returns:
+        False: `state` did not belong to `before`, or has no trailing bits. Nothing was changed, and
+        the step that verifies it drops those of whole chunks.
+    """
+    if "trailing" not in state:
+        return False
+    fingerprints = local(state[FINGERPRINTS])
+    own = state | {FINGERPRINTS: torch.empty_like(fingerprints)}
+    take_fingerprints(before, own, moments)
+    if not torch.equal(own[FINGERPRINTS], fingerprints):
+        return False
+    differs = before.view(torch.int16).view(-1) != weight.view(torch.int16).view(-1)
+    # A row of it may be longer than this rank's piece has use for.
+    trailing = local(state["trailing"]).view(torch.int16).view(-1)
+    trailing[: weight.numel()].masked_fill_(differs, 0)
+    take_fingerprints(weight, state, moments)
+    return True
 
 
 def packed(param: torch.Tensor, state: State) -> State:

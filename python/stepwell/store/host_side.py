@@ -394,10 +394,18 @@ class HostSide:
         if self.swapped is not None:
             # Whether or not a step follows.
             self.swapped.keep_weights(written, self.twins.weight)
-        # First: Ctrl-C may come before the copies have ended.
         for param in written:
-            self.twins[param].mark_unverified()
-        self.twins.refresh(written)
+            twin, state = self.twins[param], states.get(param)
+            on_volume = self.swapped is not None and param in self.swapped
+            belongs = not twin.is_unverified and not twin.is_outdated and not on_volume
+            # First: Ctrl-C may come before the copy has ended.
+            twin.mark_unverified()
+            weight = local(twin.weight)
+            before = weight.clone() if state and belongs else None
+            weight.copy_(self.twins.piece(param))
+            if state and before is not None:
+                moments = self._moments
+                twin.is_unverified = not _state.drop_written(weight, before, state, moments)
 
     def take_fingerprints(
         self, params: Iterable[torch.Tensor], states: Mapping[torch.Tensor, _state.State]

@@ -233,8 +233,3 @@ class Twins:
     def grad(self, param: torch.Tensor) -> torch.Tensor:
         """Where the gradient of `param` comes to."""
         return self._twins[id(param)].grad
-
-    def refresh(self, params: Iterable[torch.Tensor]) -> None:
-        """Copies the weights of `params` to the host."""
-        for param in params:
-            local(self._twins[id(param)].weight).copy_(self.piece(param))
