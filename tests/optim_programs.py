@@ -115,9 +115,8 @@ def _halve(param, _):
 
 
 @torch.no_grad()
-def _first(param, new):
-    if param.numel():
-        param.view(-1)[:1] = new.view(-1)[:1]
+def _by_view(param, new):
+    param.view(-1)[:] = new.view(-1)
 
 
 @torch.no_grad()
@@ -132,11 +131,21 @@ def _swap(param, new):
 WRITES = {
     "copy_": _copy,
     "mul_": _halve,
-    "view": _first,
+    "view": _by_view,
     "same": _same,
     "data": _swap,
     "zeros_": lambda param, _: torch.nn.init.zeros_(param),
 }
+
+
+def other_values(seed, param):
+    """Values for a parameter, of which none is what is there.
+
+    `AdamW` drops the trailing bits of a chunk that was written, and beside a device those of the
+    elements. So what is compared writes all of them.
+    """
+    new = values(seed, param.shape, param.dtype)
+    return torch.where(new == param.detach(), new + 1, new)
 
 
 def written(how, index, seed):
@@ -144,6 +153,6 @@ def written(how, index, seed):
 
     def act(run):
         param = run.params[index % len(run.params)]
-        WRITES[how](param, values(seed, param.shape, param.dtype))
+        WRITES[how](param, other_values(seed, param))
 
     return act

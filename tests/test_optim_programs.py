@@ -28,7 +28,7 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from optim_cases import CODECS, DTYPES
-from optim_programs import READS, WRITES, Net, Part, Run, saved, values, written
+from optim_programs import READS, WRITES, Net, Part, Run, other_values, saved, values, written
 from optim_reference import Torch, assert_same
 from stepwell import _core
 from stepwell.store import gradients
@@ -444,7 +444,7 @@ class Programs(RuleBasedStateMachine):
 
         def act(run):
             param = run.params[self.at(index)]
-            param.data.copy_(values(seed, param.shape, param.dtype))
+            param.data.copy_(other_values(seed, param))
 
         self.both(act)
 
@@ -453,7 +453,7 @@ class Programs(RuleBasedStateMachine):
         def act(run):
             run.net.load_state_dict(
                 {
-                    name: values(seed + index, param.shape, param.dtype)
+                    name: other_values(seed + index, param)
                     for index, (name, param) in enumerate(run.net.named_parameters())
                 }
             )

@@ -31,7 +31,7 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from optim_cases import DTYPES
-from optim_programs import READS, Net, Part, Run, saved, values
+from optim_programs import READS, Net, Part, Run, other_values, saved, values
 from optim_reference import assert_same
 
 # Some chunks and a part of one: what is smaller is in memory beside a volume that commits nothing.
@@ -322,11 +322,7 @@ class Programs(RuleBasedStateMachine):
 
     def written(self, index, seed, write):
         """A function that writes a parameter of a run."""
-        old = self.at(self.other, index).detach()
-        new = values(seed, old.shape, old.dtype)
-        # All of it: `AdamW` and volumes void the trailing bits of a chunk that was written, other
-        # places those of elements.
-        new = torch.where(new == old, new + 1, new)
+        new = other_values(seed, self.at(self.other, index))
 
         def act(run):
             write(self.at(run, index), new)

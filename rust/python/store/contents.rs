@@ -6,7 +6,7 @@ use pyo3::{intern, prelude::*};
 use super::{
     PyStore,
     atomic::Atomic,
-    torch::{Dense, address},
+    torch::{Dense, address, dense},
 };
 use crate::{offload::Weight, python::offload::stream_of};
 
@@ -48,7 +48,7 @@ impl PyStore {
                     let local = param.getattr_opt(intern!(py, "_local_tensor"))?;
                     let numel =
                         if local.is_some() { tensor.param.numel() } else { binding.whole.0 };
-                    let found = self.torch.dense(local.as_ref().unwrap_or(param))?;
+                    let found = dense(local.as_ref().unwrap_or(param))?;
                     found
                         .filter(|found| self.is_as(found, tensor.param.dtype(), numel))
                         .map(|found| found.address + binding.whole.1 * size)

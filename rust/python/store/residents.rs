@@ -9,7 +9,7 @@ use super::{
     py_drop,
     span::{OnDevice, Place, Span},
     step::moved,
-    torch::{address, storage},
+    torch::{address, dense, storage},
 };
 use crate::{
     error::Error,
@@ -61,7 +61,7 @@ impl PyStore {
         is_kept: bool,
     ) -> PyResult<()> {
         let span = &self.spans[self.position(position)?.span];
-        let dense = self.torch.dense(&grad)?;
+        let dense = dense(&grad)?;
         let nbytes = memory.getattr("nbytes")?.extract()?;
         let place = dense.filter(|dense| {
             let numel = dense.nbytes / dense.dtype.size();

@@ -8,7 +8,7 @@ use pyo3::{
     types::{PyDict, PyString},
 };
 
-use super::torch::{Dense, Torch, address, storage};
+use super::torch::{Dense, Torch, address, dense, layout, storage};
 use crate::{adam::tensor::AdamTensor, stream::element::Dtype};
 
 /// A tensor of a state that a step works with.
@@ -220,17 +220,15 @@ impl Span {
         else {
             return Ok(None);
         };
-        let dtype = binding.extent().map(|(_, dtype)| dtype);
-        if !(torch.is_plain(param) && torch.is_plain(grad))
-            || *was != ordinal
-            || address(param)? != *weight
-            || !param.call_method0(intern!(param.py(), "is_contiguous"))?.is_truthy()?
-            || param.call_method0(intern!(param.py(), "numel"))?.extract::<usize>()? != *numel
-            || (dtype.is_some() && torch.dtype(param)? != dtype)
-        {
+        if !(torch.is_plain(param) && torch.is_plain(grad)) || *was != ordinal {
             return Ok(None);
         }
-        let found = torch.dense(grad)?.filter(|dense| dense.nbytes == numel * dense.dtype.size());
+        let (dtype, now) = (binding.extent().map(|(_, dtype)| dtype), layout(param)?);
+        let is_there = now.address == *weight && now.numel == *numel && now.is_contiguous;
+        if !is_there || (dtype.is_some() && now.dtype != dtype) {
+            return Ok(None);
+        }
+        let found = dense(grad)?.filter(|dense| dense.nbytes == numel * dense.dtype.size());
         Ok(found
             .map(|dense| Dense { address: dense.address + first * dense.dtype.size(), ..dense }))
     }
