@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from stepwell import _core
-from stepwell._sharding import is_dtensor, local
+from stepwell._sharding import local
 from stepwell._state import adam_tensor, key_of, part_names, repair_step, step_of
-from stepwell._tensors import check_grad, check_param, is_run, view
+from stepwell._tensors import is_run, view
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from stepwell._state import State
 
-__all__ = ["Rounding", "bind", "checked_grad"]
+__all__ = ["Rounding", "bind"]
 
 
 class Rounding(NamedTuple):
@@ -33,36 +33,6 @@ class Rounding(NamedTuple):
     """Of the parameter among all parameters of the groups, as in a state dict."""
     first: int = 0
     """Which element of the parameter the first one is, where its rows are dealt out to ranks."""
-
-
-def checked_grad(param: torch.Tensor, grad: torch.Tensor, label: str) -> torch.Tensor:
-    """What this rank steps of the gradient `grad` of `param`, in one run, both in host memory.
-
-    A gradient that is no run is copied.
-
-    Raises:
-        ValueError: no step could work with one of them; the message calls the parameter `label`.
-    """
-    check_param(param, label)
-    grad = _placed_as(param, grad, label)
-    check_grad(param, grad, label)
-    piece = local(grad)
-    return piece if is_run(piece) else _copy(piece)
-
-
-def _placed_as(param: torch.Tensor, grad: torch.Tensor, label: str) -> torch.Tensor:
-    """`grad` sharded as `param` is.
-
-    Tensor parallelism leaves gradients of replicated parameters as partial sums.
-    """
-    if is_dtensor(param) and is_dtensor(grad):
-        is_placed = grad.placements == param.placements
-        return grad if is_placed else grad.redistribute(param.device_mesh, param.placements)
-    if is_dtensor(param) or is_dtensor(grad):
-        raise ValueError(
-            f"only one of {label} and its gradient is a DTensor. hint: distribute both alike"
-        )
-    return grad
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:

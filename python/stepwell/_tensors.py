@@ -22,10 +22,11 @@ if TYPE_CHECKING:
 __all__ = [
     "COUNT_ALONE",
     "COUNT_ALONE_IN_PYTHON",
+    "FLOATS",
     "Written",
-    "check_grad",
     "check_memory",
     "check_param",
+    "check_strided",
     "contiguous_hint",
     "has_memory",
     "has_other_holders",
@@ -48,7 +49,8 @@ _NAMES = {
     torch.uint8: "uint8",
     torch.int32: "int32",
 }
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+"""The dtypes of parameters and gradients."""
 
 
 def ordinary_tensors(method: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -166,10 +168,11 @@ def check_memory(tensor: torch.Tensor, label: Callable[[], str]) -> None:
         )
 
 
-def _check_strided(tensor: torch.Tensor, what: str, hint: str) -> None:
+def check_strided(tensor: torch.Tensor, label: Callable[[], str], hint: str) -> None:
+    """Raises ValueError, which names `tensor` by `label()`, if it is sparse or nested."""
     if tensor.layout != torch.strided or tensor.is_nested:
         kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
-        raise ValueError(f"{what} is `{kind}`, expected a dense tensor. hint: {hint}")
+        raise ValueError(f"{label()} is `{kind}`, expected a dense tensor. hint: {hint}")
 
 
 def check_param(param: torch.Tensor, label: str, *, on_device: bool = False) -> None:
@@ -182,7 +185,7 @@ def check_param(param: torch.Tensor, label: str, *, on_device: bool = False) -> 
             f"{label} is uninitialized. hint: run the model once before making the optimizer"
         )
     check_placements(param, label)
-    _check_strided(param, label, "make the parameter dense")
+    check_strided(param, lambda: label, "make the parameter dense")
     piece = local(param)
     if piece.is_meta:
         raise ValueError(
@@ -211,7 +214,7 @@ def check_param(param: torch.Tensor, label: str, *, on_device: bool = False) -> 
             f"{label} is `{piece.dtype}`, expected real numbers. hint: optimize "
             "torch.view_as_real(parameter)"
         )
-    if piece.dtype not in _FLOATS:
+    if piece.dtype not in FLOATS:
         raise ValueError(
             f"{label} is `{piece.dtype}`, expected float32, bfloat16 or float16. hint: "
             "parameter.to(torch.float32)"
@@ -232,33 +235,6 @@ def contiguous_hint(param: torch.Tensor) -> str:
             "and convolutions then compute in it"
         )
     return "parameter.data = parameter.data.contiguous()"
-
-
-def check_grad(param: torch.Tensor, grad: torch.Tensor, label: str) -> None:
-    """Raises ValueError, which names `label`, if no step could apply `grad` to `param`."""
-    what = f"the gradient of {label}"
-    hint = (
-        "use dense gradients (nn.Embedding(sparse=False)), or torch.optim.SparseAdam for these "
-        "parameters"
-    )
-    _check_strided(grad, what, hint)
-    piece = local(grad)
-    check_memory(piece, lambda: what)
-    if not piece.is_cpu:
-        raise ValueError(
-            f"{what} is on `{piece.device}`, expected the CPU, where the parameter is. hint: "
-            "grad.to('cpu')"
-        )
-    if piece.dtype not in _FLOATS:
-        raise ValueError(
-            f"{what} is `{piece.dtype}`, expected float32, bfloat16 or float16. hint: "
-            "grad.to(torch.float32)"
-        )
-    if piece.shape != local(param).shape:
-        raise ValueError(
-            f"{what} has the shape `{tuple(piece.shape)}`, expected `{tuple(local(param).shape)}`. "
-            "hint: clear stale gradients by zero_grad() after a change of the parameter"
-        )
 
 
 def _overlaps_itself(tensor: torch.Tensor) -> bool:

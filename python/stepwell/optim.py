@@ -11,9 +11,10 @@ import torch
 from torch._compile import _disable_dynamo
 
 from stepwell import _core, _state
-from stepwell._binding import Rounding, bind, checked_grad
+from stepwell._binding import Rounding, bind
 from stepwell._checks import choice
 from stepwell._decision import NONFINITE, Facts, Nonfinite, Outcome, decide
+from stepwell._grads import checked_grad
 from stepwell._hyper import Hyper, hyper_of
 from stepwell._sharding import PLAIN, agree, local, meshes
 from stepwell._state_dict import StateDicts
@@ -460,7 +461,9 @@ class Adam(StateDicts):
         params, grads, groups = look.params, look.grads, look.groups
         for position in look.moved:
             param, label = params[position], labels[params[position]]
-            grad = checked_grad(param, grads[position], label)
+            named = partial(labels.__getitem__, param)
+            check_param(param, label)
+            grad = local(checked_grad(param, grads[position], named, takes_any_float=True))
             bind(
                 self._store,
                 position,
@@ -472,7 +475,7 @@ class Adam(StateDicts):
                 rounding=self._rounding(
                     ordinals[id(param)], self.param_groups[groups[position]], param
                 ),
-                label=partial(labels.__getitem__, param),
+                label=named,
                 is_kept=grad is grads[position],
             )
 

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import torch
 
-from stepwell._sharding import PLAIN, is_dtensor, local
-from stepwell._tensors import check_memory, contiguous_hint, is_run
+from stepwell._grads import checked_grad
+from stepwell._sharding import PLAIN, local
+from stepwell._tensors import check_memory, contiguous_hint
 from stepwell.store.marker import GradMarker
 
 if TYPE_CHECKING:
@@ -148,12 +149,10 @@ def check_in_place(
 def checked(param: torch.Tensor, label: Label) -> torch.Tensor:
     """The gradient of `param`, which has one, as it is copied.
 
-    It is placed as the parameter is, in one run.
-
     Raises:
         ValueError: it cannot be stepped; the message calls the parameter `label(param)`.
     """
-    piece, grad = local(param), param.grad
+    grad = param.grad
     assert grad is not None
     if isinstance(grad, GradMarker):
         raise ValueError(  # noqa: TRY004
@@ -162,39 +161,4 @@ def checked(param: torch.Tensor, label: Label) -> torch.Tensor:
             "hint: accumulate='device' where gradients are stored, restored or used by two "
             "optimizers"
         )
-    found = local(grad)
-    if found.device != piece.device:
-        raise ValueError(
-            f"the gradient of {label(param)} is on `{found.device}`, expected `{piece.device}`, "
-            "where the parameter is. "
-            "hint: grad.to(parameter.device)"
-        )
-    if found.layout != torch.strided:
-        raise ValueError(
-            f"the gradient of {label(param)} is `{found.layout}`, expected a dense tensor. "
-            "hint: use dense gradients (nn.Embedding(sparse=False))"
-        )
-    if found.dtype != piece.dtype:
-        raise ValueError(
-            f"the gradient of {label(param)} is `{found.dtype}`, expected `{piece.dtype}`, as the "
-            "parameter. "
-            "hint: grad.to(parameter.dtype)"
-        )
-    if is_dtensor(param) != is_dtensor(grad):
-        raise ValueError(
-            f"only one of {label(param)} and its gradient is a DTensor. hint: distribute both alike"
-        )
-    if is_dtensor(param) and is_dtensor(grad) and grad.placements != param.placements:
-        grad = grad.redistribute(param.device_mesh, param.placements)
-        found = local(grad)
-    if found.shape != piece.shape:
-        raise ValueError(
-            f"the gradient of {label(param)} has the shape `{tuple(found.shape)}`, expected "
-            f"`{tuple(piece.shape)}`. "
-            "hint: clear stale gradients by zero_grad() after a change of the parameter"
-        )
-    check_memory(found, lambda: f"the gradient of {label(param)}")
-    # A copy of a lazy zero has memory.
-    return (
-        grad if is_run(found) else grad.clone(memory_format=torch.contiguous_format).resolve_neg()
-    )
+    return checked_grad(param, grad, partial(label, param), takes_any_float=False)
