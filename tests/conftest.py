@@ -5,6 +5,7 @@ import os
 import shutil
 import sys
 import tempfile
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -30,6 +31,10 @@ hypothesis.settings.register_profile(
     "deep", parent=hypothesis.settings.get_profile("thorough"), derandomize=False
 )
 hypothesis.settings.load_profile(os.environ.get("STEPWELL_HYPOTHESIS", "default"))
+
+# Programs that tests run find what tests share, as tests do.
+_FOLDER = str(Path(__file__).parent)
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_FOLDER, os.environ.get("PYTHONPATH")]))
 
 # What other runs on this host claim is no business of this one.
 _CLAIMS = tempfile.TemporaryDirectory(prefix="stepwell-claims-")

@@ -26,7 +26,7 @@ use stepwell::{
 };
 use swap_rig::{NUMELS, Rig, failed_step, hyper, of, zero};
 
-/// Of other masters: `tests/test_offload_volume.py`.
+/// Of other masters: `tests/volumes/test_offload_volume.py`.
 #[test]
 fn steps_have_the_bits_of_steps_in_memory_with_every_codec() {
     for (param, moments, is_packed) in [

@@ -80,7 +80,7 @@ def main(arguments):
         if arguments and not any(requirement.startswith(each) for each in arguments):
             continue
         print(f"== {requirement}", flush=True)
-        tests = [str(ROOT / f"tests/test_{name}.py") for name in names]
+        tests = [str(path) for name in names for path in ROOT.glob(f"tests/**/test_{name}.py")]
         variables = {**os.environ, "PYTHONPATH": str(ROOT / "python")}
         command = [str(environment(requirement)), "-m", "pytest", "-q", "-n", "2"]
         command += ["--dist", "loadfile", *tests]

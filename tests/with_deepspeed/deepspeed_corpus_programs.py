@@ -13,7 +13,7 @@ import torch
 from deepspeed_engines import LR, initialize, perceptron, squared, train, vectors
 from deepspeed_release import HAS_ENGINE
 
-CORPUS = json.loads((Path(__file__).parent / "deepspeed_corpus.json").read_text())
+CORPUS = json.loads(Path(__file__).parents[1].joinpath("deepspeed_corpus.json").read_text())
 STEPS = 3
 # Of them, those that a loss scale of 2 ** 32 takes to come down.
 STEPS_MAX = 40

@@ -185,7 +185,7 @@ DATA_WRITES = {
     "clamp_": lambda p: p.data.clamp_(-0.01, 0.01),
     "after a read": lambda p: p.data.mul_(0.5 / p.data.norm()),
     "copy_": lambda p: p.data.copy_(p.data.flip(0)),
-    "index": lambda p: p.data.view(-1).__setitem__(0, 7.0),
+    "index": lambda p: p.data.view(-1).__setitem__(0, 7.0 * p.data.view(-1)[0].sign()),
     "foreach": lambda p: torch._foreach_mul_([p.data], 0.5),
     "fill_": lambda p: p.data.fill_(0.01),
 }
@@ -194,7 +194,14 @@ DATA_WRITES = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("write", DATA_WRITES.values(), ids=DATA_WRITES.keys())
 def test_writes_through_data_after_a_step_are_stepped_on(write, dtype):
-    """As on torch.optim.AdamW's like, stepwell.AdamW, which compares contents."""
+    """As on torch.optim.AdamW's like, stepwell.AdamW, which compares contents.
+
+    Every element is written: of a chunk in which one is, `AdamW` voids the trailing bits of all.
+    """
+
+    def write_all(param):
+        param.data.mul_(-0.5)
+        write(param)
 
     def train(kind, **options):
         torch.manual_seed(0)
@@ -202,12 +209,12 @@ def test_writes_through_data_after_a_step_are_stepped_on(write, dtype):
         params = net.parameters() if kind is stepwell.AdamW else net
         optimizer = kind(params, lr=1e-2, **options)
         # Before the first step as well.
-        by_data(write)(net)
+        by_data(write_all)(net)
         for step in range(4):
             optimizer.zero_grad()
             net(batch(step, dtype, WIDTH)).float().square().sum().backward()
             optimizer.step()
-            by_data(write)(net)
+            by_data(write_all)(net)
         optimizer.zero_grad()
         return [bits(param) for param in net.parameters()]
 

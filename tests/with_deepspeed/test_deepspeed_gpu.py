@@ -1,7 +1,7 @@
 """ZeRO with CPU offload where the model is on a GPU: DeepSpeed's partitions cross the bus.
 
 Everything else runs on DeepSpeed's accelerator for the CPU. This file runs alone, on one GPU:
-`pytest tests/test_deepspeed_gpu.py`.
+`pytest tests/with_deepspeed/test_deepspeed_gpu.py`.
 """
 
 import deepspeed_run

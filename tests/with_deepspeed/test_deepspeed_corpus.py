@@ -16,7 +16,7 @@ PROGRAM_TIMEOUT = 240
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * PROGRAM_TIMEOUT + 30)]
 RUN = [entry for entry in CORPUS if "not run alone" not in entry]
 NOT_RUN_ALONE = [entry for entry in CORPUS if "not run alone" in entry]
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "deepspeed.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "deepspeed.md"
 
 
 @pytest.fixture(scope="module")

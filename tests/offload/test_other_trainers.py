@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "other_trainers.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "other_trainers.md"
 
 pytestmark = pytest.mark.skipif(not PAGE.is_file(), reason="the page is not beside the tests")
 

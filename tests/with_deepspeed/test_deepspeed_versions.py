@@ -13,7 +13,7 @@ import stepwell.deepspeed
 import torch
 from stepwell.deepspeed import fingerprints
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "versions"))
 import fingerprints as maker
 import run as versions
@@ -128,7 +128,7 @@ def test_metadata_claim_what_is_tested():
 
 
 def test_every_cell_names_tests_that_are_there():
-    tests = {path.stem.removeprefix("test_") for path in (ROOT / "tests").glob("test_*.py")}
+    tests = {path.stem.removeprefix("test_") for path in (ROOT / "tests").glob("**/test_*.py")}
     for names in versions.CELLS.values():
         assert names
         assert set(names) <= tests
