@@ -184,7 +184,7 @@ def by_data(write):
 DATA_WRITES = {
     "clamp_": lambda p: p.data.clamp_(-0.01, 0.01),
     "after a read": lambda p: p.data.mul_(0.5 / p.data.norm()),
-    "copy_": lambda p: p.data.copy_(p.data.flip(0)),
+    "copy_": lambda p: p.data.copy_(-p.data),
     "index": lambda p: p.data.view(-1).__setitem__(0, 7.0 * p.data.view(-1)[0].sign()),
     "foreach": lambda p: torch._foreach_mul_([p.data], 0.5),
     "fill_": lambda p: p.data.fill_(0.01),
