@@ -10,7 +10,7 @@ import torch
 from stepwell import _core
 from stepwell.ranks.collective import Call, Ranks
 from stepwell.ranks.shares import Shares
-from stepwell.store import swapped
+from stepwell.store import swap
 from stepwell.store.sharded_volume import agree_on_counts, fetch_rows, open_together
 from stepwell.store.swapped import Swapped
 from stepwell.store.volume import Volume
@@ -285,32 +285,21 @@ def swapped_of(folder, ranks=(4, 7), rank=1, **options):
     ids=str,
 )
 def test_volumes_of_other_ranks_are_named(tmp_path, monkeypatch, made, is_explained):
-    error = ValueError("other")
-    monkeypatch.setattr(swapped, "_ranks_of", lambda folders, prefix: made)
+    names = ["run", "rerun-4", "run-x", "run-1-2", "other-3", *(f"run-{rank}" for rank in made)]
+    members = [SimpleNamespace(name=each) for each in names[::-1] * 2]
+    monkeypatch.setattr(_core, "list_members", lambda _: members)
+    error, volume = ValueError("other"), Volume([tmp_path], name="run", resume=True)
     with pytest.raises(ValueError, match="other") if is_explained else nullcontext() as raised:
-        swapped_of(tmp_path)._explain(error)
+        swap.explain(error, volume, 7, [4, 7], "by a way")
     if raised:
         assert f"{error}; `run` is there for the ranks `{made}`" in str(raised.value)
         assert "of rank `7`, and `[4, 7]` step together" in str(raised.value)
+        assert str(raised.value).endswith("by a way")
     # The order in which a program names its ranks is nothing; nor is there more to say of a volume
-    # that is new, or of one rank's.
+    # that is new.
     if made == [4, 7]:
-        swapped_of(tmp_path, (7, 4), 0)._explain(error)
-    swapped_of(tmp_path, resume=False)._explain(error)
-    Swapped(Volume([tmp_path], name="run", resume=True), "fp32", None)._explain(error)
-
-
-def test_ranks_are_known_by_the_names_of_their_volumes(monkeypatch):
-    members = {
-        "a": ["run-7", "run-10", "run", "other-3"],
-        "b": ["run-7", "run-x", "run-1-2", "rerun-4"],
-    }
-    monkeypatch.setattr(
-        _core,
-        "list_members",
-        lambda folder: [SimpleNamespace(name=each) for each in members[folder]],
-    )
-    assert swapped._ranks_of(["a", "b"], "run-") == [7, 10]
+        swap.explain(error, volume, 7, [7, 4], "by a way")
+    swap.explain(error, Volume([tmp_path], name="run", resume=False), 7, [4, 7], "by a way")
 
 
 def test_a_volume_is_that_of_its_rank_and_of_its_parameters(tmp_path):
@@ -330,6 +319,5 @@ def test_a_volume_is_that_of_its_rank_and_of_its_parameters(tmp_path):
         identity(known=1),
     ]
     assert len(set(found)) == len(found)
-    assert all(0 <= each < 1 << 64 for each in found)
     # Where the ranks are in the world is nothing.
     assert identity() == identity(ranks=(0, 1))

@@ -144,7 +144,7 @@ def test_each_of_several_ranks_has_a_volume_of_its_own(tmp_path, monkeypatch, du
             each.unlink()
     # A name that no other has is made by the core.
     assert len({Run(Volume([tmp_path]), rank=rank).swapped.core.name for rank in (None, 0)}) == 2
-    assert [each["name"] for each in said] == ["run", "run-0", "run-3", None, None]
+    assert [each["rank"] for each in said] == [None, 0, 3, None, 0]
     assert [each["counts_each_step"] for each in said[:3]] == [False, is_commit, is_commit]
     assert [each["run"] for each in said[:3]] == [RUN_OF_ONE, 1, 1]
 
@@ -153,7 +153,7 @@ def test_buffers_leave_half_of_the_memory(volume, monkeypatch):
     said = noted(monkeypatch)
     room = 1 << 22
     Run(volume, room=room)
-    assert said[0]["buffers_nbytes_max"] == room // 2
+    assert said[0]["room"].buffers_nbytes_max == room // 2
 
 
 # ---- a volume that is resumed ----

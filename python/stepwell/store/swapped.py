@@ -12,12 +12,9 @@ Fingerprints, of which a parameter has 4 bytes per 65,536 elements, stay in memo
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
-import os
 import weakref
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,7 +32,7 @@ from stepwell.store.sharded_volume import (
     open_together,
     ranks_of,
 )
-from stepwell.store.tuning import shape_of
+from stepwell.store.swap import make_swap, room_beside_buffers
 from stepwell.store.volume_end import end_with
 
 if TYPE_CHECKING:
@@ -44,21 +41,13 @@ if TYPE_CHECKING:
 
     from stepwell.ranks.peers import Peers
     from stepwell.ranks.sharding import Sharding
+    from stepwell.store.swap import Room
     from stepwell.store.twins import Twins
     from stepwell.store.volume import Volume
 
-__all__ = ["MEMORY_PER_BUFFERS", "Swapped", "buffers_nbytes_max", "make_swap"]
+__all__ = ["Swapped"]
 
 _LOGGER = logging.getLogger(__name__)
-
-_BUFFERS_BYTES_MAX = 1 << 30
-MEMORY_PER_BUFFERS = 2
-"""Buffers take at most one part in so many of the memory for state and buffers."""
-
-
-def buffers_nbytes_max(host_bytes: int) -> int:
-    """The most bytes that buffers take of so many for state and buffers."""
-    return min(host_bytes // MEMORY_PER_BUFFERS, _BUFFERS_BYTES_MAX)
 
 
 class Swapped:
@@ -201,48 +190,50 @@ class Swapped:
         if sum(sizes.values()) <= host_bytes and not self.commits:
             _LOGGER.info("all state fits into host memory, and no volume is made")
             return None
-        most = buffers_nbytes_max(host_bytes)
-        buffers = self.buffers_nbytes({param: weights[param] for param in params}, most)
-        left = host_bytes - buffers
-        if left < 0:
-            raise ValueError(
-                f"the buffers of a volume take `{buffers}` bytes of host memory, `{host_bytes}` "
-                "are left of `host_bytes_max`, expected more"
-            )
+        room = self.room({param: weights[param] for param in params}, host_bytes)
+        left = room.ram_nbytes
         in_memory = [] if self.commits else self._first_fit(params, sizes, left)
         left -= sum(sizes[param] for param in in_memory)
         for param in in_memory:
             del self._places[param], self._weights[param]
         swapped = list(self._places)
         self._indices = {param: index for index, param in enumerate(swapped)}
-        core = self._make(swapped, left, most, names, step, run)
-        on_volume = sum(sizes[param] for param in swapped) - core.ram_nbytes
-        _LOGGER.info(
-            "volume `%s`: %.2f GiB of state on %d drives; %.2f GiB of it and %.2f GiB of buffers "
-            "in host memory",
-            core.name,
-            (on_volume if not self.commits else sum(sizes.values())) / GIB,
-            len(self.volume.paths),
-            core.ram_nbytes / GIB,
-            core.buffers_nbytes / GIB,
+        # Fingerprints and codes are of a shard.
+        way = "torch.distributed.checkpoint"
+        return make_swap(
+            self.volume,
+            [self._tensor(param, self._places[param]) for param in swapped],
+            addresses=self._addresses,
+            identity=self._identity(swapped, names),
+            rank=torch.distributed.get_rank() if torch.distributed.is_initialized() else None,
+            ranks=None if self._ranks is None else self._ranks.ranks,
+            resized_by=f"state of float32 parameters gets to another number by {way}"
+            if self.sharding is None
+            else f"state gets to another number by {way} or full_state_dict()",
+            nbytes=sum(sizes[param] for param in swapped),
+            room=room._replace(ram_nbytes=left),
+            workers=self._threads,
+            step=step,
+            run=run,
+            counts_each_step=self._ranks is not None and self.commits,
         )
-        return core
 
-    def buffers_nbytes(
-        self, weights: Mapping[torch.Tensor, torch.Tensor], most: int = _BUFFERS_BYTES_MAX
-    ) -> int:
-        """Bytes of the buffers of a volume that is to be made, at most.
+    def room(self, weights: Mapping[torch.Tensor, torch.Tensor], host_bytes: int) -> Room:
+        """What is left for state of `host_bytes` of memory, beside the buffers of a volume.
 
         Args:
             weights: of all parameters with elements, in their order. Their state gets its places.
-            most: bytes that buffers may take, unless a step could not go on with so few.
+            host_bytes: for state and buffers.
+
+        Raises:
+            ValueError: there is not even the memory for buffers.
         """
         self._place(weights)
-        return _core.swap_buffers_nbytes(
-            self._folders(),
+        return room_beside_buffers(
+            self.volume,
             [self._tensor(param, places) for param, places in self._places.items()],
-            durability=self.volume.durability,
-            buffers_nbytes_max=most,
+            host_bytes,
+            limit="host_bytes_max",
             workers=self._threads,
         )
 
@@ -261,48 +252,15 @@ class Swapped:
         }
         return _state.adam_tensor(self._weights[param], runs)
 
-    def _folders(self) -> list[str]:
-        return [os.fspath(path) for path in self.volume.paths]
-
-    def _make(
-        self,
-        params: Sequence[torch.Tensor],
-        ram_nbytes: int,
-        buffers_nbytes_max: int,
-        names: Mapping[torch.Tensor, str],
-        step: int | None,
-        run: int,
-    ) -> _core.Swap:
-        name = self.volume.name
-        if name is not None and torch.distributed.is_initialized():
-            name = f"{name}-{torch.distributed.get_rank()}"
-        try:
-            return make_swap(
-                self.volume,
-                [self._tensor(param, self._places[param]) for param in params],
-                addresses=self._addresses,
-                name=name,
-                identity=self._identity(params, names),
-                ram_nbytes=ram_nbytes,
-                buffers_nbytes_max=buffers_nbytes_max,
-                workers=self._threads,
-                step=step,
-                run=run,
-                counts_each_step=self._ranks is not None and self.commits,
-            )
-        except ValueError as error:
-            self._explain(error)
-            raise
-
-    def _identity(self, params: Iterable[torch.Tensor], names: Mapping[torch.Tensor, str]) -> int:
-        """What names, shapes and this rank's rows say, in 64 bits."""
+    def _identity(self, params: Iterable[torch.Tensor], names: Mapping[torch.Tensor, str]) -> str:
+        """What names, shapes and this rank's rows say."""
         what: list[Any] = [
             (names.get(param), tuple(param.shape), *cut_of(param)) for param in params
         ]
         if self.sharding is not None:
             shares = self.sharding.shares
             what += [shares.rank, shares.world_size, [shares.elements(each) for each in params]]
-        return int.from_bytes(hashlib.sha256(repr(what).encode()).digest()[:8], "little")
+        return repr(what)
 
     def _first_fit(
         self, params: Sequence[torch.Tensor], sizes: Mapping[torch.Tensor, int], nbytes: int
@@ -322,32 +280,6 @@ class Swapped:
                 nbytes -= sizes[param]
                 found.append(param)
         return found
-
-    def _explain(self, error: ValueError) -> None:
-        """Raises an error that says more, where other ranks may have made what cannot be resumed.
-
-        Only what lies in this rank's folders is known: others may be those of another host, and a
-        group of other ranks may have volumes of the same name.
-        """
-        ranks = self._ranks
-        if ranks is None or not self.volume.resume:
-            return
-        made = _ranks_of(self._folders(), f"{self.volume.name}-")
-        mine = ranks.ranks[ranks.rank]
-        if mine not in made or made == sorted(ranks.ranks):
-            # The error says what is wrong.
-            return
-        # Fingerprints and codes are of a shard.
-        way = (
-            "state of float32 parameters gets to another number by torch.distributed.checkpoint"
-            if self.sharding is None
-            else "state gets to another number by torch.distributed.checkpoint or full_state_dict()"
-        )
-        raise ValueError(
-            f"{error}; `{self.volume.name}` is there for the ranks `{made}` in the folders of rank "
-            f"`{mine}`, and `{ranks.ranks}` step together. hint: as many ranks go on from a "
-            f"volume as have made it, each with its own drives; {way}"
-        ) from error
 
     def close(self) -> None:
         """Ends a volume from which the optimizer cannot begin; a resumed one stays."""
@@ -568,63 +500,6 @@ class Swapped:
             found() is state[name] and state[name]._version == version
             for name, (found, version) in read.items()
         )
-
-
-def make_swap(
-    volume: Volume,
-    tensors: Sequence[_core.AdamTensor],
-    *,
-    addresses: _core.AddressSpace,
-    name: str | None,
-    identity: int,
-    packed: Sequence[int] = (),
-    ram_nbytes: int,
-    buffers_nbytes_max: int,
-    workers: int | None,
-    step: int | None = None,
-    run: int,
-    counts_each_step: bool = False,
-) -> _core.Swap:
-    """The core's swap, as the user has said of `volume`, or as its drives were measured.
-
-    The other arguments are the core's own.
-
-    Raises:
-        ValueError: an option that cannot work, or a volume of other parameters.
-        OSError: a drive is full, or cannot be used.
-    """
-    shape = shape_of(volume)
-    return _core.Swap(
-        # The program may have another working directory when they are removed.
-        [str(Path(path).absolute()) for path in volume.paths],
-        list(tensors),
-        addresses=addresses,
-        name=name,
-        weights=shape.weights,
-        stripe_bytes=shape.stripe_bytes,
-        durability=volume.durability,
-        keep=volume.is_kept,
-        resume=volume.resume,
-        step=step,
-        run=run,
-        counts_each_step=counts_each_step,
-        commit_interval=volume.steps_per_commit,
-        identity=identity,
-        packed=list(packed),
-        ram_nbytes=ram_nbytes,
-        buffers_nbytes_max=buffers_nbytes_max,
-        workers=workers,
-        io_engine=volume.io_engine,
-        queue_depth=shape.queue_depth,
-        io_timeout=volume.io_timeout,
-    )
-
-
-def _ranks_of(folders: Iterable[str], prefix: str) -> list[int]:
-    """The ranks whose volumes are in these folders: their numbers come behind `prefix`."""
-    names = {member.name for folder in folders for member in _core.list_members(folder)}
-    ends = [name[len(prefix) :] for name in names if name.startswith(prefix)]
-    return sorted(int(end) for end in ends if end.isdecimal())
 
 
 def _memory_like(place: torch.Tensor) -> torch.Tensor:

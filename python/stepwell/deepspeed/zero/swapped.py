@@ -24,7 +24,6 @@ the chunks that were looked at.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import os
 import shutil
@@ -53,7 +52,7 @@ from stepwell.store.sharded_volume import (
     close,
     open_together,
 )
-from stepwell.store.swapped import buffers_nbytes_max, make_swap
+from stepwell.store.swap import make_swap, room_beside_buffers
 from stepwell.store.volume_end import end_with, write_weights_behind
 
 if TYPE_CHECKING:
@@ -201,15 +200,6 @@ class SwappedPartitions:
         for call in self.leaving(self._held):
             call()
         self._stepped.clear()
-        _LOGGER.info(
-            "volume `%s`: %.2f GiB of state on %d drives; %.2f GiB of it and %.2f GiB of buffers "
-            "in host memory",
-            core.name,
-            nbytes / GIB,
-            len(self._volume.paths),
-            core.ram_nbytes / GIB,
-            core.buffers_nbytes / GIB,
-        )
 
     def _open_together(
         self, make: Callable[[int | None, int], _core.Swap | None], count: int
@@ -254,32 +244,23 @@ class SwappedPartitions:
         addresses = self._place(partitions)
         tensors = [self._tensor(held, held.places, held.shape) for held in self._held.values()]
         packed = [held.number for held in self._held.values() if held.is_packed]
-        most = buffers_nbytes_max(host_bytes)
-        buffers = _core.swap_buffers_nbytes(
-            [os.fspath(path) for path in volume.paths],
+        room = room_beside_buffers(
+            volume,
             tensors,
-            durability=volume.durability,
+            host_bytes,
+            limit="stepwell.host_bytes_max",
             packed=packed,
-            buffers_nbytes_max=most,
             workers=threads,
         )
-        if buffers > host_bytes:
-            raise ValueError(
-                f"the buffers of a volume take `{buffers}` bytes of host memory, `{host_bytes}` "
-                "are left of `stepwell.host_bytes_max`, expected more"
-            )
-        name = volume.name
-        if name is not None and self._rank is not None:
-            name = f"{name}-{self._rank}"
         return make_swap(
             volume,
             tensors,
             addresses=addresses,
-            name=name,
-            identity=int.from_bytes(hashlib.sha256(self._identity.encode()).digest()[:8], "little"),
+            identity=self._identity,
+            rank=self._rank,
+            nbytes=nbytes,
+            room=room,
             packed=packed,
-            ram_nbytes=host_bytes - buffers,
-            buffers_nbytes_max=most,
             workers=threads,
             step=step,
             run=run,
