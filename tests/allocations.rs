@@ -1,4 +1,4 @@
-//! A step of the engine allocates nothing that grows with the model (S7).
+//! A step of the engine allocates nothing that grows with the model.
 
 mod battery;
 mod on_device;

@@ -138,16 +138,6 @@ class Buffer:
         Address of the first byte.
         """
     @property
-    def huge_page_bytes(self, /) -> int:
-        """
-        How many of its bytes lie on huge pages.
-        """
-    @property
-    def locked(self, /) -> bool:
-        """
-        Whether it is kept resident.
-        """
-    @property
     def nbytes(self, /) -> int:
         """
         Bytes asked for.
@@ -279,11 +269,6 @@ class GradStats:
     def finite(self, /) -> bool:
         """
         Whether all values are finite.
-        """
-    @property
-    def first_nonfinite(self, /) -> int | None:
-        """
-        Index of the first gradient that holds a value that is not finite.
         """
     @property
     def sq_norm(self, /) -> float:
@@ -909,7 +894,7 @@ class Store:
         The parameters whose weights come from the host with the step of the last look: its own, and
         those that are pending.
         """
-    def look(self, /, groups: Sequence[Sequence[Any]], states: Any | None) -> Look:
+    def look(self, /, groups: Sequence[Sequence[Any]], states: Any | None, seeds: Any) -> Look:
         """
         Finds the gradients of the step that comes.
 
@@ -917,6 +902,8 @@ class Store:
             groups: the parameters of each group.
             states: those of the optimizer, by parameter; None: no program has them, so none has
                 changed.
+            seeds: of each group, of its stochastic rounding. Where they have changed all is bound
+                anew.
 
         Raises:
             Whatever torch raises of a tensor.

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from stepwell._sharding import is_dtensor, local
+from stepwell._sharding import is_dtensor, like, local
 from stepwell._tensors import FLOATS, check_memory, check_strided, is_run
 
 if TYPE_CHECKING:
@@ -67,5 +67,6 @@ def checked_grad(
     check_memory(found, what)
     if is_run(found):
         return grad
-    # A copy of a lazy zero has memory.
-    return grad.clone(memory_format=torch.contiguous_format).resolve_neg()
+    # Of a lazy zero, or of a tensor of a class that holds others, a copy has memory.
+    copy = torch.empty(found.shape, dtype=found.dtype, device=found.device).copy_(found)
+    return like(grad, copy)

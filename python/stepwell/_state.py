@@ -1,7 +1,7 @@
 """The state of one parameter: its parts, their memory, and how one form becomes another.
 
-Moments come in three codecs, the master in one form per parameter dtype (ARCHITECTURE.md). Elements
-are counted in the row-major order of the parameter, or of this rank's piece of it, whatever its
+Moments come in three codecs, the master in one form per parameter dtype (`rust/state/mod.rs`).
+Elements are counted in the row-major order of the parameter, or of this rank's piece of it, whatever its
 strides are.
 """
 
@@ -34,6 +34,7 @@ __all__ = [
     "is_part",
     "key_of",
     "make_dense",
+    "master_of",
     "nbytes",
     "nbytes_of",
     "new",
@@ -377,17 +378,21 @@ def drop_written(weight: torch.Tensor, before: torch.Tensor, state: State, momen
     """
     if "trailing" not in state:
         return False
-    fingerprints = local(state[FINGERPRINTS])
-    own = state | {FINGERPRINTS: torch.empty_like(fingerprints)}
-    take_fingerprints(before, own, moments)
-    if not torch.equal(own[FINGERPRINTS], fingerprints):
-        return False
-    differs = before.view(torch.int16).view(-1) != weight.view(torch.int16).view(-1)
+    trailing, fingerprints = local(state["trailing"]), local(state[FINGERPRINTS])
     # A row of it may be longer than this rank's piece has use for.
-    trailing = local(state["trailing"]).view(torch.int16).view(-1)
-    trailing[: weight.numel()].masked_fill_(differs, 0)
+    own = state | {FINGERPRINTS: fingerprints.clone()}
+    take_fingerprints(before, own, moments)
+    if not (is_run(trailing) and torch.equal(own[FINGERPRINTS], fingerprints)):
+        return False
+    differs = before.view(torch.int16) != weight.view(torch.int16)
+    trailing.view(torch.int16).view(-1).masked_fill_(differs.view(-1), 0)
     take_fingerprints(weight, state, moments)
     return True
+
+
+def master_of(state: State) -> tuple[object, ...]:
+    """What `state` has of the master beside the weight, and what tells whether it belongs to it."""
+    return state.get("trailing"), state.get(FINGERPRINTS)
 
 
 def packed(param: torch.Tensor, state: State) -> State:

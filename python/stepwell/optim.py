@@ -202,7 +202,6 @@ class Adam(StateDicts):
     def _look_anew(self) -> None:
         """Has the next step look at every parameter, and at all state, as if it were the first."""
         self._own_store = _core.Store()
-        self._seeds: list[int] = []
         # What steps have made and no step has put into `state` yet.
         self._new_states: dict[torch.Tensor, _state.State] = {}
         self._meshes = None
@@ -433,10 +432,7 @@ class Adam(StateDicts):
         self._hypers = [hyper_of(group, f"group {at}") for at, group in enumerate(groups)]
         self._new_states = {}
         store, seeds = self._store, [group["seed"] for group in groups]
-        if seeds != self._seeds:
-            store.unbind()
-            self._seeds = seeds
-        look = store.look([group["params"] for group in groups], self.__dict__["state"])
+        look = store.look([group["params"] for group in groups], self.__dict__["state"], seeds)
         if look.moved:
             self._bind(look)
             # Raises where two of them share memory.

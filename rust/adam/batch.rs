@@ -1,8 +1,8 @@
 //! Many parameters at once: validates, splits them into chunks, and runs the chunks on the pool.
 //!
 //! A chunk never crosses a parameter, so what it computes depends on nothing but its own elements
-//! and their index within the parameter: the result is the same for every pool (S1). All checks
-//! come before the first write (S2). Where a chunk is read and where it is written is the [`Route`]
+//! and their index within the parameter: the result is the same for every pool. All checks
+//! come before the first write. Where a chunk is read and where it is written is the [`Route`]
 //! of each of its views: here the same, in `rust/tier/revocable.rs` two slots.
 //!
 //! Memory: a call has lists of its tensors, and of its chunks (16 B for each 64 Ki elements), until

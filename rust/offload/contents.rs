@@ -4,7 +4,8 @@
 //! `uploads.rs`). A caller takes them again, behind all uploads, and compares. So a write counts
 //! however it was made.
 //!
-//! Cost: two reads of the weights per step, of device memory; 2 KiB of it per segment.
+//! Cost: two reads of the weights per step, of device memory. A checksum takes 2 KiB per segment;
+//! Python has two of each.
 
 use super::{engine::Engine, shared::Shared, uploads::checksums_of};
 use crate::{

@@ -228,12 +228,6 @@ impl PyGradStats {
         self.0.first_nonfinite.is_none()
     }
 
-    /// Index of the first gradient that holds a value that is not finite.
-    #[getter]
-    fn first_nonfinite(&self) -> Option<usize> {
-        self.0.first_nonfinite
-    }
-
     fn __repr__(&self) -> String {
         let stats::GradStats { sq_norm, absmax, first_nonfinite } = self.0;
         let first = first_nonfinite.map_or("None".to_owned(), |index| index.to_string());

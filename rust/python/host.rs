@@ -124,18 +124,6 @@ impl PyBuffer {
     pub(super) fn nbytes(&self) -> usize {
         self.0.nbytes()
     }
-
-    /// How many of its bytes lie on huge pages.
-    #[getter]
-    fn huge_page_bytes(&self) -> usize {
-        self.0.huge_page_bytes()
-    }
-
-    /// Whether it is kept resident.
-    #[getter]
-    fn locked(&self) -> bool {
-        self.0.locked()
-    }
 }
 
 /// Addresses that nothing is at, and that nothing else gets: for tensors that name state which is

@@ -1,4 +1,5 @@
-//! `stepwell._core`: the extension module. Every file here is thin: extract, detach, call, convert.
+//! `stepwell._core`: the extension module. Its files are thin: extract, detach, call, convert. But
+//! for `store/`, which knows of a step what Python has bound, and whether it is as it was.
 
 mod adam;
 mod device_steps;

@@ -2,7 +2,7 @@
 //! exceptions masked.
 //!
 //! A new thread inherits flush-to-zero from the one that started it, and `torch.set_flush_denormal`
-//! sets it for the caller; results must depend on neither (S1), so each kernel entry sets the
+//! sets it for the caller; results must depend on neither, so each kernel entry sets the
 //! control register and restores it afterwards.
 
 use std::{arch::asm, marker::PhantomData};

@@ -1,7 +1,7 @@
 //! Sixteen lanes of fp32 or 32-bit integers, on every ISA: what kernel bodies are written in.
 //!
 //! A body is generic over [`Simd`] and written once; [`crate::simd::isa::Isa::run`] compiles it for
-//! each ISA. Every operation here gives the same bits on every ISA (S1): integers, and the IEEE
+//! each ISA. Every operation here gives the same bits on every ISA: integers, and the IEEE
 //! operations add, mul, fma, div and sqrt. There are no approximations and no hardware conversions
 //! to 16-bit types. (Automatic vectorisation of lane arrays was tried first: as fast for the simple
 //! bodies, and 2 to 3 times slower where it chose the wrong loop.)

@@ -263,3 +263,39 @@ def test_rereading_parameters_is_needless_and_says_so() -> None:
     optimizer = OffloadAdamW([nn.Parameter(torch.ones(3))])
     with pytest.warns(FutureWarning, match="needless"):
         optimizer.reread_parameters()
+
+
+@pytest.mark.parametrize("writes", [False, True])
+@pytest.mark.parametrize("kept", [True, False], ids=["kept", "without fingerprints"])
+def test_state_that_a_program_has_put_in_place_is_verified(kept: bool, writes: bool) -> None:
+    """What an older state has of the master belongs to the weight of then."""
+    results = []
+    for kind in (AdamW, OffloadAdamW):
+        params, optimizer = made(kind, torch.bfloat16, lr=0.01)
+
+        def train(steps: range, params: Any = params, optimizer: Any = optimizer) -> None:
+            for step in steps:
+                for at, param in enumerate(params):
+                    torch.manual_seed(10 * step + at)
+                    param.grad = torch.randn(param.shape).to(param)
+                optimizer.step()
+
+        train(range(3))
+        states = [
+            {
+                name: value.clone()
+                for name, value in optimizer.state[param].items()
+                if kept or name != "fingerprints"
+            }
+            for param in params
+        ]
+        train(range(3, 6))
+        for param, state in zip(params, states, strict=True):
+            optimizer.state[param] = state
+            if writes:
+                param.data.mul_(-0.5)
+        train(range(6, 9))
+        if isinstance(optimizer, OffloadAdamW):
+            optimizer.synchronize()
+        results.append(bits(params))
+    assert results[0] == results[1]

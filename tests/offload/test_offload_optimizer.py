@@ -382,7 +382,7 @@ def test_a_model_is_given_once():
 
 
 def test_an_option_of_earlier_releases_warns():
-    with pytest.warns(DeprecationWarning, match="`gate` is `step`, and has no effect"):
+    with pytest.warns(FutureWarning, match="`gate` is `step`, and has no effect"):
         stepwell.OffloadAdamW(small(), gate="step")
 
 

@@ -226,7 +226,7 @@ class OffloadAdamW(AdamW):
             warnings.warn(
                 f"`gate` is `{gate}`, and has no effect any more: forwards of the model that is "
                 "given wait, and step() where none is. hint: OffloadAdamW(model, ...)",
-                DeprecationWarning,
+                FutureWarning,
                 stacklevel=2,
             )
         if isinstance(params, torch.nn.Module):
@@ -857,7 +857,9 @@ class OffloadAdamW(AdamW):
         has_engine = len(self._twins) > 0
         with self._background.opened().decided() if has_engine else contextlib.nullcontext():
             if written:
-                self._steps.take_up(written, looked, self._states)
+                # What is new in this step is verified by it.
+                known = {p: s for p, s in self._states.items() if p not in self._new_states}
+                self._steps.take_up(written, looked, known)
             self._submit(looked, inverse_scale * self._clip_coefficient(norm))
         return True
 

@@ -2,7 +2,9 @@
 
 A step is deferred where forwards are seen, once the parameters are warm. The first step is exact,
 and the first after what was pending has been applied: so a run that is resumed from there has the
-same bits. That is one decision for each step, a `StepKind`, before the norm of its gradients.
+same bits. `decide` says so before the norm of the gradients, by a `StepKind`. After that a step can
+only become exact: where all was applied meanwhile (`StepKind.now`, and the core), and where no
+forward is known to wait for what would land (`Steps.submit`).
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import operator
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -378,6 +379,22 @@ class HostSide:
 
     # ---- weights ----
 
+    def note_master(self, param: torch.Tensor, state: _state.State) -> None:
+        """A step of `param` is to work with `state`, in memory.
+
+        The program may have put it in the place of another one: the step verifies whether what it
+        has of the master belongs to the weight.
+        """
+        twin, master = self.twins[param], _state.master_of(state)
+        before, twin.master = twin.master, master
+        if before is None or _are(before, master):
+            return
+        stepped = twin.stepped if twin.is_outdated else None
+        if stepped is not None and _are(before, _state.master_of(stepped)):
+            # The program may have kept that one.
+            _state.take_fingerprints(twin.weight, stepped, self._moments)
+        twin.mark_unverified()
+
     def reread(
         self, written: Sequence[torch.Tensor], states: Mapping[torch.Tensor, _state.State]
     ) -> None:
@@ -425,3 +442,8 @@ class HostSide:
                 if state:
                     _state.take_fingerprints(twin.weight, state, self._moments)
                 twin.is_outdated, twin.stepped = False, None
+
+
+def _are(tensors: tuple[object, ...], others: tuple[object, ...]) -> bool:
+    """Whether these are the same objects."""
+    return all(map(operator.is_, tensors, others))

@@ -96,7 +96,6 @@ class Spans:
         self._host, self._residents = host, residents
         self._collector, self._background = collector, background
         self._shares, self._moments = shares, moments
-        self._seeds: list[int] = []
         # For an optimizer whose state is all on the device.
         self._bare_store = _core.Store(is_beside=True)
 
@@ -114,7 +113,6 @@ class Spans:
 
     def unbind(self) -> None:
         """Has the next step look at everything as if it were the first."""
-        self._seeds = []
         engine = self._background.engine
         for store in (self._bare_store, *([] if engine is None else [engine.store])):
             store.unbind()
@@ -180,11 +178,8 @@ class Spans:
         self, groups: Sequence[dict[str, Any]], states: Mapping[torch.Tensor, _state.State]
     ) -> _core.Look:
         store, seeds = self.store, [group["seed"] for group in groups]
-        if seeds != self._seeds:
-            store.unbind()
-            self._seeds = seeds
         self._residents.tell(store)
-        return store.look([group["params"] for group in groups], states)
+        return store.look([group["params"] for group in groups], states, seeds)
 
     def _bind_each(
         self,
@@ -278,6 +273,7 @@ class Spans:
         state = _state.new(weight, self._moments) if known is None else known
         state = _state.refreshed(weight, state, self._moments, label)
         if swapped is None or param not in swapped:
+            self._host.note_master(param, state)
             # The step goes on in the background, and works on the state itself.
             _state.make_dense(weight, state, self._moments)
             return state, True

@@ -1,7 +1,7 @@
 """How a step begins that was decided on: what of it is deferred, and what goes with it.
 
-Where updates are deferred, which steps are so is one decision for each step (`deferred_steps`).
-It comes before the norm, whose wait scores of channels share. They are chosen when the step begins.
+Where updates are deferred, `deferred_steps` says which steps are. It does so before the norm, whose
+wait scores of channels share. They are chosen when the step begins, which may have become exact.
 """
 
 from __future__ import annotations

@@ -67,6 +67,9 @@ class Twin:
     """Whether a step has written the weight, and has not taken the fingerprints."""
     stepped: _state.State | None = None
     """With that: the state that it has worked on; None: whichever the optimizer has."""
+    master: tuple[object, ...] | None = None
+    """The tensors of the state that are the master beside the weight, as they were bound last;
+    None: none were."""
 
     def mark_unverified(self) -> None:
         """Something else than a step has written the weight, or the state."""

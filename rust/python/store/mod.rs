@@ -72,6 +72,8 @@ pub(super) struct PyStore {
     spans: Vec<Span>,
     /// By the address of the parameter's object, which its span holds.
     by_param: HashMap<usize, usize>,
+    /// Of each group the seed of its stochastic rounding, which what is bound depends on.
+    seeds: Option<Py<PyAny>>,
     /// The gradients of the step that comes, in the order of the groups.
     looked: Vec<Looked>,
     /// The spans of a step in host memory, and the memory that it writes, ascending; None: it is to
@@ -106,6 +108,7 @@ impl PyStore {
             torch: Torch::import(py)?,
             spans: Vec::new(),
             by_param: HashMap::new(),
+            seeds: None,
             looked: Vec::new(),
             written: None,
             beside: is_beside.then(|| Beside::new(engine)),
@@ -166,6 +169,8 @@ impl PyStore {
     ///     groups: the parameters of each group.
     ///     states: those of the optimizer, by parameter; None: no program has them, so none has
     ///         changed.
+    ///     seeds: of each group, of its stochastic rounding. Where they have changed all is bound
+    ///         anew.
     ///
     /// Raises:
     ///     Whatever torch raises of a tensor.
@@ -174,7 +179,16 @@ impl PyStore {
         py: Python<'_>,
         groups: Vec<Vec<Bound<'_, PyAny>>>,
         states: Option<Bound<'_, PyAny>>,
+        seeds: Bound<'_, PyAny>,
     ) -> PyResult<PyLook> {
+        let are_same = match &self.seeds {
+            Some(before) => seeds.eq(before)?,
+            None => false,
+        };
+        if !are_same {
+            self.unbind(py);
+            self.seeds = Some(seeds.unbind());
+        }
         self.look_at(py, groups, states)
     }
 

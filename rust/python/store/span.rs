@@ -8,7 +8,7 @@ use pyo3::{
     types::{PyDict, PyString},
 };
 
-use super::torch::{Dense, Torch, address, dense, layout, storage};
+use super::torch::{Dense, Torch, address, dense, is_at, storage};
 use crate::{adam::tensor::AdamTensor, stream::element::Dtype};
 
 /// A tensor of a state that a step works with.
@@ -42,7 +42,7 @@ impl Part {
         let py = state.py();
         let found = state.get_item(&self.name)?;
         Ok(found.is_some_and(|value| value.is(&self.value))
-            && address(self.piece.bind(py))? == self.address)
+            && is_at(self.piece.bind(py), self.address))
     }
 }
 
@@ -66,7 +66,7 @@ impl Counter {
         let py = state.py();
         let found = state.get_item(intern!(py, "step"))?;
         Ok(found.is_some_and(|value| value.is(&self.value))
-            && address(self.value.bind(py))? == self.address)
+            && is_at(self.value.bind(py), self.address))
     }
 
     /// How many updates the state has seen; None: it is no count.
@@ -223,9 +223,10 @@ impl Span {
         if !(torch.is_plain(param) && torch.is_plain(grad)) || *was != ordinal {
             return Ok(None);
         }
-        let (dtype, now) = (binding.extent().map(|(_, dtype)| dtype), layout(param)?);
-        let is_there = now.address == *weight && now.numel == *numel && now.is_contiguous;
-        if !is_there || (dtype.is_some() && now.dtype != dtype) {
+        let Some(now) = dense(param)? else { return Ok(None) };
+        let dtype = binding.extent().map_or(now.dtype, |(_, dtype)| dtype);
+        let is_there = now.address == *weight && now.nbytes == numel * dtype.size();
+        if !is_there || now.dtype != dtype {
             return Ok(None);
         }
         let found = dense(grad)?.filter(|dense| dense.nbytes == numel * dense.dtype.size());

@@ -7,7 +7,7 @@ use super::{
     atomic::Atomic,
     look::Looked,
     py_drop,
-    torch::{address, storage},
+    torch::{is_at, storage},
 };
 use crate::{
     adam::{
@@ -70,11 +70,11 @@ impl PyStore {
             // A signal's handler may have loaded another state.
             let Some(binding) = &span.binding else { return Err(moved().into()) };
             let is_moved = match binding.weight {
-                Some(weight) if piece.is_none() => address(span.param.bind(py))? != weight,
+                Some(weight) if piece.is_none() => !is_at(span.param.bind(py), weight),
                 _ => false,
             };
-            if !is_ready || is_moved || address(grad.bind(py))? + one.grad_begin != one.grad_address
-            {
+            let begin = one.grad_address - one.grad_begin;
+            if !is_ready || is_moved || !is_at(grad.bind(py), begin) {
                 return Err(moved().into());
             }
         }

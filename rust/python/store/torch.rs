@@ -92,6 +92,11 @@ pub(super) fn address(tensor: &Bound<'_, PyAny>) -> PyResult<usize> {
     Ok(layout(tensor)?.address)
 }
 
+/// Whether a tensor begins at an address. One without memory of its own begins nowhere.
+pub(super) fn is_at(tensor: &Bound<'_, PyAny>, address: usize) -> bool {
+    layout(tensor).is_ok_and(|found| found.address == address)
+}
+
 /// Where the elements of a tensor are.
 ///
 /// # Errors
