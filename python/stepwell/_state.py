@@ -1,8 +1,8 @@
 """The state of one parameter: its parts, their memory, and how one form becomes another.
 
 Moments come in three codecs, the master in one form per parameter dtype (`rust/state/mod.rs`).
-Elements are counted in the row-major order of the parameter, or of this rank's piece of it, whatever its
-strides are.
+Elements are counted in the row-major order of the parameter, or of this rank's piece of it,
+whatever its strides are.
 """
 
 from __future__ import annotations

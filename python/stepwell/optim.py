@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import logging
 import math
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 
 import torch
 from torch._compile import _disable_dynamo
 
 from stepwell import _core, _state
-from stepwell._binding import Rounding, bind
 from stepwell._checks import choice
 from stepwell._decision import NONFINITE, Facts, Nonfinite, Outcome, decide
-from stepwell._grads import checked_grad
 from stepwell._hyper import Hyper, hyper_of
-from stepwell._sharding import PLAIN, agree, local, meshes
+from stepwell._sharding import agree, local, meshes
+from stepwell._spans import Spans
 from stepwell._state_dict import StateDicts
 from stepwell._tensors import Written, check_param, ordinary_tensors
 
@@ -197,11 +195,11 @@ class Adam(StateDicts):
     @property
     def _store(self) -> _core.Store:
         """The parameters with their states, as they are stepped."""
-        return self._own_store
+        return self._spans_in_memory.store
 
     def _look_anew(self) -> None:
         """Has the next step look at every parameter, and at all state, as if it were the first."""
-        self._own_store = _core.Store()
+        self._spans_in_memory = Spans(self._moments)
         # What steps have made and no step has put into `state` yet.
         self._new_states: dict[torch.Tensor, _state.State] = {}
         self._meshes = None
@@ -296,7 +294,25 @@ class Adam(StateDicts):
             del error
         if is_taken:
             self._store.has_left = True
-            self._apply(grad_scale)
+            # State with no update counted is as none.
+            self.__dict__["state"].update(self._new_states)
+            self._new_states = {}
+            # All that can fail comes before the first change.
+            self._store.step([hyper.core(grad_scale) for hyper in self._hypers])
+
+    def _look(self) -> _core.Look:
+        """The gradients of the coming step, all that it works with checked in full.
+
+        Raises:
+            ValueError: the step cannot be done.
+        """
+        groups = self.param_groups
+        self._hypers = [hyper_of(group, f"group {at}") for at, group in enumerate(groups)]
+        self._new_states = {}
+        states = self.__dict__["state"]
+        return self._spans_in_memory.look(
+            groups, states, self._new_states, self._labelled, self._memory
+        )
 
     def _agree(self, *flags: bool) -> list[bool]:
         """The flags that are set on any of the ranks that share parameters. All of them call it.
@@ -422,94 +438,9 @@ class Adam(StateDicts):
             self.skipped_steps,
         )
 
-    def _look(self) -> _core.Look:
-        """The gradients of the coming step, all that it works with checked in full.
-
-        Raises:
-            ValueError: the step cannot be done.
-        """
-        groups = self.param_groups
-        self._hypers = [hyper_of(group, f"group {at}") for at, group in enumerate(groups)]
-        self._new_states = {}
-        store, seeds = self._store, [group["seed"] for group in groups]
-        look = store.look([group["params"] for group in groups], self.__dict__["state"], seeds)
-        if look.moved:
-            self._bind(look)
-            # Raises where two of them share memory.
-            Written(self._memory())
-        for position in store.overlapping():
-            param, grad = look.params[position], local(look.grads[position])
-            owner = Written(self._memory()).owner_of(grad) or "what a step writes"
-            raise ValueError(
-                f"the gradient of {self._label(param)} shares memory with {owner}. "
-                "hint: grad.clone()"
-            )
-        return look
-
-    def _bind(self, look: _core.Look) -> None:
-        """Gives the store what it has to know anew of the coming step.
-
-        Raises:
-            ValueError: one of these cannot be stepped.
-        """
-        labels = dict(self._labelled())
-        ordinals = {id(param): at for at, param in enumerate(labels)}
-        params, grads, groups = look.params, look.grads, look.groups
-        for position in look.moved:
-            param, label = params[position], labels[params[position]]
-            named = partial(labels.__getitem__, param)
-            check_param(param, label)
-            grad = local(checked_grad(param, grads[position], named, takes_any_float=True))
-            bind(
-                self._store,
-                position,
-                weight=param,
-                grad=grad,
-                piece=None if type(param) in PLAIN else local(param),
-                state=self._state_to_step(param, label),
-                moments=self._moments,
-                rounding=self._rounding(
-                    ordinals[id(param)], self.param_groups[groups[position]], param
-                ),
-                label=named,
-                is_kept=grad is grads[position],
-            )
-
-    def _rounding(self, index: int, group: dict[str, Any], param: torch.Tensor) -> Rounding:
-        """What the stochastic rounding of a parameter follows from.
-
-        A state dict has all of it, so a resumed run rounds alike.
-        """
-        return Rounding(group["seed"], index, self._first_element(param))
-
-    def _state_to_step(self, param: torch.Tensor, label: str) -> _state.State:
-        """The state that a step of `param` works with; `_apply` puts it where programs find it.
-
-        Raises:
-            ValueError: what the optimizer has does not fit the parameter.
-        """
-        known = self.__dict__["state"].get(param)
-        if known:
-            state = _state.refreshed(param, known, self._moments, label)
-        else:
-            state = _state.new(param, self._moments)
-        if state is not known:
-            self._new_states[param] = state
-        return state
-
     def _host_side(self, param: torch.Tensor) -> torch.Tensor:
         """The tensor in host memory that stands for `param` in a step: `param` itself."""
         return param
-
-    def _apply(self, grad_scale: float) -> None:
-        """Steps what was looked at last.
-
-        All that can fail comes before the first change.
-        """
-        # State with no update counted is as none.
-        self.__dict__["state"].update(self._new_states)
-        self._new_states = {}
-        self._store.step([hyper.core(grad_scale) for hyper in self._hypers])
 
 
 def _is_0(lr: Any) -> bool:
