@@ -230,14 +230,14 @@ def program_refusals(result):
     cases["super_offload"]["zero_optimization"]["offload_optimizer"]["super_offload"] = True
     cases["nvme"]["zero_optimization"]["offload_optimizer"] |= {
         "device": "nvme",
-        "nvme_path": "/nonexistent",
+        "nvme_path": "/proc/none",
     }
     cases["ratio"]["zero_optimization"]["offload_optimizer"]["ratio"] = 0.5
     client = configuration(stage=3)
     del client["optimizer"]
     client["zero_optimization"]["offload_optimizer"] |= {
         "device": "nvme",
-        "nvme_path": "/nonexistent",
+        "nvme_path": "/proc/none",
     }
     cases["client"] = client
     for name, config in cases.items():

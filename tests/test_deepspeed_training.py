@@ -184,13 +184,13 @@ def test_configurations_that_cannot_work_are_refused(tmp_path):
     expected = {
         "zenflow": "zero_optimization.zenflow is on",
         "super_offload": "offload_optimizer.super_offload",
-        "nvme": "`/nonexistent`, expected a folder or a block device that exists",
+        "nvme": "`/proc/none`, expected a folder or a block device that exists",
         "ratio": "offload_optimizer.ratio is `0.5`",
         "elastic": "elastic_checkpoint",
         "unknown": "`adam_w_mode`",
         "moments": "`moments` is `fp8`",
         "max_grad_norm": "`max_grad_norm`",
-        "client": "`/nonexistent`, expected a folder or a block device that exists",
+        "client": "`/proc/none`, expected a folder or a block device that exists",
         "states": "bf16.bf16_optimizer_states is set",
     }
     if not HAS_ENGINE:

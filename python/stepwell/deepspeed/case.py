@@ -125,6 +125,12 @@ class Case(NamedTuple):
         return self.stage == STAGE_3 and self.is_on_nvme
 
     @property
+    def nvme_path(self) -> str | os.PathLike[str] | None:
+        """The folder that the JSON names for the state; None: none."""
+        path: str | os.PathLike[str] | None = self.engine.zero_offload_optimizer().nvme_path
+        return path
+
+    @property
     def is_pipeline(self) -> bool:
         """Whether the model is DeepSpeed's pipeline."""
         from deepspeed.runtime.pipe.module import PipelineModule
