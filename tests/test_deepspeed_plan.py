@@ -173,7 +173,7 @@ def test_a_volume_that_cannot_be_is_refused(block, said, tmp_path):
     ("path", "said"),
     [
         (None, "nvme_path is not set"),
-        ("/nonexistent", "nvme_path is `/nonexistent`, where there is neither"),
+        ("/nonexistent", "nvme_path is `/nonexistent`, which is no folder"),
     ],
 )
 def test_state_without_a_folder_is_in_host_memory_where_deepspeed_has_it_there(path, said, options):

@@ -313,7 +313,7 @@ def _why_in_host_memory(case: Case) -> str | None:
         found = [is_there] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(found, is_there)
         is_there = all(found)
-    return None if is_there else f"is `{path}`, where there is neither a folder nor a device"
+    return None if is_there else f"is `{path}`, which is no folder or device on every host"
 
 
 def _volume(case: Case) -> Volume:
