@@ -1,5 +1,6 @@
 """Programs (see deepspeed_run) of `register`: seams, DeepSpeed's own optimizer, its own op."""
 
+import importlib
 import pickle
 import sys
 
@@ -261,7 +262,7 @@ def program_native(result):
     from stepwell.deepspeed.native import cpu_adam
 
     # Only cpu_adam is to be compiled.
-    deepspeed.comm.torch.build_shm_op = lambda: None
+    importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
     configs = {
         f"{dtype}, ZeRO-{stage}": configuration(stage=stage, dtype=dtype, precision=precision)
         for dtype, stage, precision in (
