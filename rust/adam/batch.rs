@@ -141,7 +141,7 @@ pub(crate) fn in_place(state: &AdamTensor) -> AdamTensor<Route> {
 }
 
 /// The gradients of a call's tensors, with tensors and counts checked on the way.
-pub(crate) fn grads_of(tensors: &[AdamTensor], counts: &[u64]) -> Result<Vec<View>> {
+fn grads_of(tensors: &[AdamTensor], counts: &[u64]) -> Result<Vec<View>> {
     if tensors.len() != counts.len() {
         return Err(Error::value(format!(
             "steps has `{}` numbers, expected {}",

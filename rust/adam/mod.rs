@@ -3,8 +3,7 @@
 //! [`kernel`] holds the arithmetic, written once; [`through`] takes several gradients through one
 //! pass of it; [`batch`] splits the parameters of a step into chunks and runs them on the pool;
 //! [`exchange`] converts a state to fp32 and back; [`selected`] steps rows or columns apart from
-//! their tensor; [`rollback`] undoes a plain fp32 step by arithmetic; [`mod@reference`] is the
-//! naive float64 oracle of the tests.
+//! their tensor; [`mod@reference`] is the naive float64 oracle of the tests.
 //!
 //! Every scalar of a step comes from IEEE operations alone, as the kernel's results do: no `pow`,
 //! `exp` or `ln` of a libm, whose last bit may differ from machine to machine.
@@ -18,7 +17,6 @@ pub mod ceiling;
 pub mod exchange;
 pub mod kernel;
 pub mod reference;
-pub mod rollback;
 pub mod selected;
 pub mod tensor;
 pub mod through;

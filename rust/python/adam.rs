@@ -13,7 +13,6 @@ use crate::{
     adam::{
         Hyper, batch,
         exchange::{self, StateViews},
-        rollback,
         tensor::AdamTensor,
     },
     error::{Error, Result},
@@ -174,32 +173,6 @@ pub(super) fn adam_step(
         // SAFETY: the caller that made the views vouches for their memory during this call (see
         // TensorView).
         unsafe { batch::step(pool, Isa::detect()?, &tensors, &steps, &hyper) }
-    })
-}
-
-/// Undoes the step that `adam_step` took with the same arguments, for plain float32 parameters with
-/// float32 moments.
-///
-/// The inverse is verified by stepping forward again; see the module docs of the core's
-/// `adam::rollback` for its precision.
-///
-/// Raises:
-///     ValueError: with nothing changed, where the step cannot be undone.
-#[pyfunction]
-#[pyo3(signature = (tensors, *, steps, hyper, pool=None))]
-pub(super) fn adam_rollback(
-    py: Python<'_>,
-    tensors: Vec<PyRef<'_, PyAdamTensor>>,
-    steps: Vec<u64>,
-    hyper: &PyHyper,
-    pool: Option<&PyPool>,
-) -> Result<()> {
-    let hyper = hyper.0;
-    let tensors = tensors_of(&tensors);
-    let pool = PyPool::pool(pool);
-    // SAFETY: as in `adam_step`.
-    py.detach(|| unsafe {
-        rollback::rollback(pool.get()?, Isa::detect()?, &tensors, &steps, &hyper)
     })
 }
 

@@ -22,8 +22,8 @@ use pyo3::prelude::*;
 mod _core {
     #[pymodule_export]
     use super::adam::{
-        PyAdamTensor, PyGradStats, PyHyper, PyStatePart, adam_rollback, adam_step, grad_stats,
-        master_parts, moments_codecs, moments_parts, read_state, take_fingerprints, write_state,
+        PyAdamTensor, PyGradStats, PyHyper, PyStatePart, adam_step, grad_stats, master_parts,
+        moments_codecs, moments_parts, read_state, take_fingerprints, write_state,
     };
     #[pymodule_export]
     use super::device_steps::PyDeviceSteps;

@@ -63,6 +63,7 @@ def program_options(result):
         "ZeRO-3, gate": configuration(stage=3, stepwell={"gate": "module"}),
         "ZeRO-3, q8": configuration(stage=3, stepwell={"moments": "q8"}),
         "ZeRO-2, parameters": configuration(zero={"offload_param": {"device": "cpu"}}),
+        "nvme, no folder": configuration(offload="nvme"),
         "several": several,
     }.items():
         handler.lines.clear()

@@ -1,14 +1,21 @@
-"""Programs (see deepspeed_run) of `register`.
+"""Programs (see deepspeed_run) of `register`: seams, DeepSpeed's own optimizer, its own op."""
 
-Seams, DeepSpeed's own optimizer, SuperOffload's process.
-"""
-
+import importlib
 import pickle
 import sys
-import time
 
 import torch
-from deepspeed_engines import LR, Lines, configuration, trained
+from deepspeed_engines import (
+    LR,
+    Lines,
+    configuration,
+    initialize,
+    perceptron,
+    squared,
+    train,
+    trained,
+    vectors,
+)
 from deepspeed_paths import both, run
 
 
@@ -45,8 +52,9 @@ def program_register(result, when):
     from deepspeed.runtime.superoffload import superoffload_utils
     from deepspeed.runtime.zenflow import zenflow_utils
 
+    # Spawned processes find them by their names.
     result["targets"] = [
-        pickle.loads(pickle.dumps(target)).__module__
+        pickle.loads(pickle.dumps(target)) is target
         for target in (
             zenflow_utils.zenflow_optimizer_process,
             superoffload_utils.superoffload_optimizer_worker,
@@ -91,13 +99,10 @@ def program_missing_seam(result):
     from deepspeed.runtime.zenflow import zenflow_utils
     from deepspeed.utils import logger
 
-    def zenflow_optimizer_process(pipe, param_groups):
-        """Of an earlier version."""
-
     def step_subgroup(self, closure=None, subgroup_id=0):
         """Another order."""
 
-    zenflow_utils.zenflow_optimizer_process = zenflow_optimizer_process
+    del zenflow_utils.zenflow_optimizer_process
     cls = deepspeed.ops.adam.cpu_adam.DeepSpeedCPUAdam
     theirs = cls.step_subgroup
     cls.step_subgroup = step_subgroup
@@ -114,7 +119,6 @@ def program_missing_seam(result):
         stepwell.deepspeed.register()
     result["warnings"] = handler.lines
     result["report without ZenFlow"] = stepwell.deepspeed.seam_report()
-    result["process"] = zenflow_utils.zenflow_optimizer_process is zenflow_optimizer_process
     logger.removeHandler(handler)
     result["run without ZenFlow"] = both(configuration(dtype="bf16"), steps=2)
     changed_sources(result)
@@ -258,7 +262,7 @@ def program_native(result):
     from stepwell.deepspeed.native import cpu_adam
 
     # Only cpu_adam is to be compiled.
-    deepspeed.comm.torch.build_shm_op = lambda: None
+    importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
     configs = {
         f"{dtype}, ZeRO-{stage}": configuration(stage=stage, dtype=dtype, precision=precision)
         for dtype, stage, precision in (
@@ -280,66 +284,85 @@ def program_native(result):
     result["stepwell"] = {name: trained(config) for name, config in configs.items()}
 
 
-def program_superoffload(result):
-    """SuperOffload's optimizer process, and what its ZeRO optimizer asks of it.
+# ---- DeepSpeed's ZenFlow ----
 
-    Without the GPU that the rest of SuperOffload needs.
-    """
+
+class OnTheCpu:
+    """torch, as DeepSpeed's ZenFlow under ZeRO-3 finds it, which makes tensors on `cuda`."""
+
+    def __getattr__(self, name):
+        found = getattr(torch, name)
+        if name not in ("tensor", "zeros"):
+            return found
+        return lambda *args, device=None, **options: found(
+            *args, device="cpu" if device == "cuda" else device, **options
+        )
+
+
+def zenflow_configuration(stage, **more):
+    zenflow = {
+        "topk_ratio": 0.1,
+        "select_strategy": "step",
+        "select_interval": 4,
+        "update_interval": 2,
+        "full_warm_up_rounds": 2,
+        **more,
+    }
+    # Below ZeRO-3 it would run on the offload engine.
+    block = {"stepwell": {"zenflow": False}} if stage < 3 else {}
+    return configuration(dtype="bf16", stage=stage, zero={"zenflow": zenflow}, **block)
+
+
+def program_deepspeeds_zenflow(result, stage, overlap):
+    """ZenFlow on DeepSpeed's own op, and what has Stepwell's beside it."""
+    import deepspeed
     import stepwell.deepspeed
+    from deepspeed.ops.op_builder import CPUAdamBuilder
+    from deepspeed.runtime.zenflow import engine_stage3
+    from deepspeed.utils import logger
+    from stepwell.deepspeed.native import compiled_adam
+
+    engine_stage3.torch = OnTheCpu()
+    stepwell.deepspeed.register()
+    handler = Lines()
+    logger.addHandler(handler)
+    weight = perceptron()[0].weight.detach().bfloat16()
+    engine = initialize(perceptron(), zenflow_configuration(stage, overlap_step=overlap))
+    found = engine.module[0].weight.detach()
+    result["is_shuffled"] = torch.equal(found.flatten(), weight.t().flatten())
+    result["losses"] = train(engine, vectors(24), squared)
+    result["warnings"] = [line for line in handler.lines if "stepwell: " in line]
+    optimizer = engine.optimizer.optimizer
+    result["optimizer"] = type(optimizer).__name__, optimizer.ds_opt_adam.__file__
+    process = getattr(engine.optimizer, "process", None)
+    if process is not None:
+        result["pid"] = process.pid
+        result["was_alive"] = process.is_alive()
+        process.terminate()
+        process.join(30)
+        result["is_alive"] = process.is_alive()
+    other = deepspeed.ops.adam.DeepSpeedCPUAdam([torch.nn.Parameter(torch.zeros(3))])
+    result["other"] = other.ds_opt_adam.__name__
+    # In a spawned process that has registered Stepwell.
+    ops = []
+    compiled_adam.used_by(lambda: ops.append(CPUAdamBuilder().load()))()
+    result["of a process"] = ops[0] is optimizer.ds_opt_adam
+
+
+def program_without_compiler(result):
+    """What asks for DeepSpeed's own op, and what does not."""
+    import stepwell.deepspeed
+    from stepwell.deepspeed.native import compiled_adam
 
     stepwell.deepspeed.register()
-    from deepspeed.runtime.superoffload.superoffload_utils import (
-        EventTypes,
-        ResultKeys,
-        SuperOffloadCPUOptimizer,
-        TaskKeys,
-    )
-
-    options = {"lr": LR, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01, "amsgrad": False}
-    worker = SuperOffloadCPUOptimizer(
-        optimizer_config=[options, options], max_grad_numel=5000, pin_memory=False
-    )
-    generator = torch.Generator().manual_seed(0)
-    params = [torch.randn(numel, generator=generator) * 0.05 for numel in (5000, 3000)]
-    own = [torch.nn.Parameter(param.clone()) for param in params]
-    reference = torch.optim.AdamW(own, **options)
-
-    def ask(index, grad, rollback=False):
-        worker.async_step(index, index, params[index], grad, rollback=rollback, lr=LR)
-        deadline = time.monotonic() + 60
-        while (
-            answer := worker.get_result(EventTypes.ROLLBACK if rollback else EventTypes.ADAM_STEP)
-        ) is None:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        assert answer[TaskKeys.SUB_GROUP_ID] == index
-        params[index].copy_(answer[ResultKeys.UPDATED_PARAM])
-
-    def gradients():
-        return [torch.randn(param.shape, generator=generator) for param in params]
-
-    def step(grads):
-        for index, grad in enumerate(grads):
-            ask(index, grad)
-        for param, grad in zip(own, grads, strict=True):
-            param.grad = grad.clone()
-        reference.step()
-
-    step(gradients())
-    step(gradients())
-    result["before"] = [param.clone() for param in params]
-    # An overflow: both were stepped during backward, and both are told to roll back.
-    overflowing = gradients()
-    overflowing[1][17] = float("inf")
-    for index, grad in enumerate(overflowing):
-        ask(index, grad)
-    result["overflow"] = [param.clone() for param in params]
-    for index, grad in enumerate(overflowing):
-        ask(index, grad, rollback=True)
-    result["after"] = [param.clone() for param in params]
-    for _ in range(3):
-        step(gradients())
-    result["end"] = [param.clone() for param in params]
-    result["reference"] = [param.detach().clone() for param in own]
-    worker.close()
-    result["is_alive"] = worker.cpuadam_process.is_alive()
+    for block in ({}, {"stepwell": {"engine": False}}):
+        for stage in (1, 2, 3):
+            trained(configuration(stage=stage, **block), count=1)
+    trained(configuration(stage=1, offload=None), count=1)
+    result["asked"] = compiled_adam.load.cache_info().misses
+    try:
+        initialize(perceptron(), zenflow_configuration(3))
+    except RuntimeError as error:
+        result["error"] = str(error)
+    # What was found in its place stays.
+    trained(configuration(stage=2, stepwell={"engine": False}), count=1)

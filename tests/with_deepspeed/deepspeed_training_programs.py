@@ -1,4 +1,4 @@
-"""Programs (see deepspeed_run) that train: loss curves, fp16, ZenFlow, two ranks, refusals."""
+"""Programs (see deepspeed_run) that train: loss curves, fp16, two ranks, refusals."""
 
 import os
 
@@ -153,37 +153,6 @@ def program_fp16(result):
             engine.destroy()
 
 
-def program_zenflow(result, overlap):
-    """DeepSpeed's ZenFlow."""
-    import stepwell.deepspeed
-
-    stepwell.deepspeed.register()
-    zenflow = {
-        "topk_ratio": 0.1,
-        "select_strategy": "step",
-        "select_interval": 4,
-        "update_interval": 2,
-        "full_warm_up_rounds": 2,
-        "overlap_step": overlap,
-    }
-    config = configuration(dtype="bf16", zero={"zenflow": zenflow}, stepwell={"zenflow": False})
-    weight = perceptron()[0].weight.detach().bfloat16()
-    engine = initialize(perceptron(), config)
-    plan = engine.stepwell_plan
-    result["plan"] = plan.reasons, plan.warning
-    found = engine.module[0].weight.detach()
-    result["is_shuffled"] = torch.equal(found.flatten(), weight.t().flatten())
-    result["losses"] = train(engine, vectors(24), squared)
-    result["optimizer"] = type(engine.optimizer.optimizer).__name__
-    process = getattr(engine.optimizer, "process", None)
-    if process is not None:
-        result["pid"] = process.pid
-        result["was_alive"] = process.is_alive()
-        process.terminate()
-        process.join(30)
-        result["is_alive"] = process.is_alive()
-
-
 def program_two_ranks(result):
     """ZeRO-2 over gloo."""
     import stepwell.deepspeed
@@ -261,14 +230,14 @@ def program_refusals(result):
     cases["super_offload"]["zero_optimization"]["offload_optimizer"]["super_offload"] = True
     cases["nvme"]["zero_optimization"]["offload_optimizer"] |= {
         "device": "nvme",
-        "nvme_path": "/nonexistent",
+        "nvme_path": "/proc/none",
     }
     cases["ratio"]["zero_optimization"]["offload_optimizer"]["ratio"] = 0.5
     client = configuration(stage=3)
     del client["optimizer"]
     client["zero_optimization"]["offload_optimizer"] |= {
         "device": "nvme",
-        "nvme_path": "/nonexistent",
+        "nvme_path": "/proc/none",
     }
     cases["client"] = client
     for name, config in cases.items():

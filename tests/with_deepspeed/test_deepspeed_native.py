@@ -1,6 +1,6 @@
 """DeepSpeed's native ops over the core, without DeepSpeed.
 
-Arithmetic, checks, rollback, steps of an optimizer.
+Arithmetic, checks, steps of an optimizer.
 """
 
 import math
@@ -87,7 +87,6 @@ def test_numbers_may_be_ints_and_tensors():
 
 def test_empty_tensors_are_stepped():
     assert update(1, tensors(numel=0)) == 0
-    assert cpu_adam.adam_rollback(OPTIMIZER, 1, *HYPER.values(), *tensors(numel=0)) == 0
 
 
 @pytest.mark.parametrize("index", [0, 2, 3])
@@ -142,8 +141,6 @@ def test_wrong_tensors(what):
     spoil(quad)
     with refused_and_unchanged(kept, match):
         update(1, quad)
-    with refused_and_unchanged(kept, match):
-        cpu_adam.adam_rollback(OPTIMIZER, 1, *HYPER.values(), *quad)
 
 
 @pytest.mark.parametrize("step", [0, -1, 1.5])
@@ -169,124 +166,6 @@ def test_a_nonfinite_gradient_changes_nothing(value):
     adam.set_nonfinite("propagate")
     update(1, quad)
     assert not quad[0][123].isfinite()
-
-
-# The inverse is exact but for a rounding of each value in the direction of either step.
-ROLLBACK_ATOL = 1e-7
-
-
-def test_rollback_restores():
-    quad = tensors(numel=50_000)
-    before = [tensor.clone() for tensor in quad]
-    update(5, quad)
-    assert not torch.equal(quad[0], before[0])
-    assert cpu_adam.adam_rollback(OPTIMIZER, 5, *HYPER.values(), *quad) == 0
-    for tensor, old in zip(quad, before, strict=True):
-        torch.testing.assert_close(tensor, old, rtol=1e-6, atol=ROLLBACK_ATOL)
-
-
-ROUNDINGS = {"param": 2, "exp_avg": 3, "exp_avg_sq": 3}
-"""Of the dtype that holds it: those of the update, of the inverse, and of what they add up."""
-
-
-@pytest.mark.parametrize("decoupled", [True, False])
-@pytest.mark.parametrize("step", [1, 5])
-@pytest.mark.parametrize(
-    ("dtype", "moments"),
-    [
-        (torch.bfloat16, torch.float32),
-        (torch.bfloat16, torch.bfloat16),
-        (torch.float16, torch.float32),
-    ],
-)
-def test_rollback_of_16_bits_restores_to_within_their_rounding(dtype, moments, step, decoupled):
-    cpu_adam.create_adam(OPTIMIZER, 1e-3, 0.9, 0.999, 1e-8, 0.01, decoupled)
-    param, grad, exp_avg, exp_avg_sq = tensors(numel=5_000)
-    quad = [param.to(dtype), grad.to(dtype), exp_avg.to(moments), exp_avg_sq.to(moments)]
-    if step == 1:
-        quad[2:] = [torch.zeros_like(moment) for moment in quad[2:]]
-    before = [tensor.clone() for tensor in quad]
-    update(step, quad)
-    after = [tensor.clone() for tensor in quad]
-    assert not torch.equal(after[0], before[0])
-    assert cpu_adam.adam_rollback(OPTIMIZER, step, *HYPER.values(), *quad) == 0
-    assert torch.equal(quad[1], before[1])
-    # An L2 decay puts the rounding of the parameter into the moments: all but nothing.
-    for name, index in (("param", 0), ("exp_avg", 2), ("exp_avg_sq", 3)):
-        largest = before[index].double().abs().maximum(after[index].double().abs())
-        bound = ROUNDINGS[name] * torch.finfo(quad[index].dtype).eps * largest
-        if not decoupled:
-            bound += 1e-5 * before[0].double().abs()
-        assert ((quad[index].double() - before[index].double()).abs() <= bound + 1e-9).all(), name
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_rollback_of_16_bits_that_cannot_be_undone_changes_nothing(dtype):
-    adam.set_nonfinite("propagate")
-    quad = [tensors()[0].to(dtype), tensors()[1].to(dtype), *tensors()[2:]]
-    quad[1][5] = math.inf
-    update(1, quad)
-    with refused_and_unchanged(quad, "cannot be undone: `1` elements"):
-        cpu_adam.adam_rollback(OPTIMIZER, 1, *HYPER.values(), *quad)
-    quad = [tensors()[0].to(dtype), tensors()[1].to(dtype), *tensors()[2:]]
-    update(1, quad)
-    quad[1].mul_(3)
-    quad[3].zero_()
-    with refused_and_unchanged(quad, "cannot be undone"):
-        cpu_adam.adam_rollback(OPTIMIZER, 1, *HYPER.values(), *quad)
-
-
-def test_rollback_of_what_cannot_be_undone_changes_nothing():
-    adam.set_nonfinite("propagate")
-    quad = tensors()
-    quad[1][5] = math.inf
-    update(1, quad)
-    before = [tensor.clone() for tensor in quad]
-    with pytest.raises(ValueError, match="cannot be undone"):
-        cpu_adam.adam_rollback(OPTIMIZER, 1, *HYPER.values(), *quad)
-    assert_unchanged(quad, before)
-
-
-def test_rollback_with_another_gradient_changes_nothing():
-    quad = tensors()
-    update(1, quad)
-    quad[1].mul_(3)
-    quad[3].zero_()
-    before = [tensor.clone() for tensor in quad]
-    with pytest.raises(ValueError, match="cannot be undone"):
-        cpu_adam.adam_rollback(OPTIMIZER, 1, *HYPER.values(), *quad)
-    assert_unchanged(quad, before)
-
-
-def test_a_refused_update_is_rolled_back_by_doing_nothing():
-    adam.set_nonfinite("refuse")
-    quad = tensors()
-    update(1, quad)
-    kept = [tensor.clone() for tensor in quad]
-    quad[1][0] = kept[1][0] = math.nan
-    update(2, quad)
-    assert_unchanged(quad, kept)
-    assert cpu_adam.adam_rollback(OPTIMIZER, 2, *HYPER.values(), *quad) == 0
-    assert_unchanged(quad, kept)
-    # What was refused is forgotten with its rollback: the update before is a real one, and has
-    # another gradient.
-    with pytest.raises(ValueError, match="cannot be undone"):
-        cpu_adam.adam_rollback(OPTIMIZER, 1, *HYPER.values(), *quad)
-    assert_unchanged(quad, kept)
-
-
-def test_an_update_after_a_refused_one_is_rolled_back_in_earnest():
-    adam.set_nonfinite("refuse")
-    quad = tensors()
-    finite = quad[1].clone()
-    quad[1][0] = math.nan
-    update(1, quad)
-    quad[1].copy_(finite)
-    before = [tensor.clone() for tensor in quad]
-    update(1, quad)
-    cpu_adam.adam_rollback(OPTIMIZER, 1, *HYPER.values(), *quad)
-    assert not torch.isnan(quad[0]).any()
-    torch.testing.assert_close(quad[0], before[0], rtol=1e-6, atol=ROLLBACK_ATOL)
 
 
 def test_fused_is_all_or_nothing():

@@ -41,12 +41,17 @@ OBSTACLES = {
         "the optimizer is `SGD`",
         "own path, with torch's `SGD`",
     ),
-    "ZenFlow": ({"zenflow": True}, {}, "zenflow is on", "DeepSpeed's ZenFlow, on Stepwell's"),
+    "ZenFlow": (
+        {"zenflow": True},
+        {},
+        "zenflow is on",
+        "DeepSpeed's ZenFlow, on DeepSpeed's own op",
+    ),
     "SuperOffload": (
         {"super_offload": True},
         {},
         "super_offload is on",
-        "DeepSpeed's SuperOffload",
+        "DeepSpeed's SuperOffload, on DeepSpeed's own op",
     ),
     "parameters": (
         {"zero_optimization_stage": 3, "zero_offload_param": offload("nvme")},

@@ -64,6 +64,11 @@ def test_options(result):
             "without effect in the block `stepwell`: `gate`, `threads`.",
         ),
         "ZeRO-2, parameters": ("OffloadZeroOptimizer", ours),
+        "nvme, no folder": (
+            "OffloadZeroOptimizer",
+            ours,
+            "the state is in host memory, as DeepSpeed has it",
+        ),
         "several": (zero, "SGD"),
         "other version": (
             zero,

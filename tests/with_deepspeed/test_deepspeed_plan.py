@@ -7,6 +7,7 @@ import re
 from types import SimpleNamespace
 
 import pytest
+import torch
 from deepspeed_stand_ins import Engine, nvme, offload, ours, planned, stand_in
 from stepwell.deepspeed.case import device_of
 from stepwell.deepspeed.options import Options, options_of
@@ -160,13 +161,59 @@ def test_state_on_nvme_is_on_a_volume(stage, tmp_path):
         ({"volume": "none"}, "`stepwell.volume` is `none`, expected a block"),
         ({"volume": {"paths": ["/"], "kept": 1}}, "`kept, paths` in the block `stepwell.volume`"),
         ({"volume": {"durability": "some"}}, "`durability` is `some`"),
-        ({}, "without a folder"),
     ],
 )
 def test_a_volume_that_cannot_be_is_refused(block, said, tmp_path):
-    path = tmp_path if block else None
     with pytest.raises(ValueError, match=re.escape(said)):
-        planned(Engine(block=block, zero_offload_optimizer=nvme(path)))
+        planned(Engine(block=block, zero_offload_optimizer=nvme(tmp_path)))
+
+
+@pytest.mark.parametrize("options", [{}, {"optimizer": ours()}], ids=["DeepSpeed's", "ours"])
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        (None, "nvme_path is not set"),
+        ("/nonexistent", "nvme_path is `/nonexistent`, which is no folder"),
+    ],
+)
+def test_state_without_a_folder_is_in_host_memory_where_deepspeed_has_it_there(path, said, options):
+    changed = {"zero_offload_optimizer": nvme(path)}
+    for stage in (1, 2):
+        found = planned(Engine(zero_optimization_stage=stage, **changed), **options)
+        assert (found.zero_class, found.tier) == ("OffloadZeroOptimizer", "ram")
+        assert found.volume is None
+        assert "the state is in host memory, as DeepSpeed has it" in found.warning
+        assert f"since offload_optimizer.{said}" in found.warning
+        assert "hint: " in found.warning
+    # What the block asks for is not given up.
+    block = {"volume": {"durability": "none"}}
+    with pytest.raises(ValueError, match=r"without a folder|expected a folder"):
+        planned(Engine(block=block, **changed), **options)
+
+
+def test_ranks_agree_on_where_their_state_is(deepspeed, tmp_path, monkeypatch):
+    deepspeed.world_size = 2
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+
+    def gather(found, is_there):
+        found[:] = [is_there, other]
+
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+    for other in (True, False):
+        found = planned(Engine(zero_offload_optimizer=nvme(tmp_path)))
+        assert found.tier == ("volume" if other else "ram")
+
+
+def test_a_folder_is_made_where_deepspeed_makes_it(tmp_path):
+    path = tmp_path / "made" / "swapped"
+    found = planned(Engine(zero_optimization_stage=3, zero_offload_optimizer=nvme(path)))
+    assert (found.volume, found.warning) == (Volume([path]), None)
+    assert path.is_dir()
+    # DeepSpeed cannot go on there either.
+    for path, said in ((None, "without a folder"), ("/proc/none", "`/proc/none`, expected a")):
+        changed = {"zero_optimization_stage": 3, "zero_offload_optimizer": nvme(path)}
+        with pytest.raises(ValueError, match=said):
+            planned(Engine(**changed))
 
 
 def test_what_speaks_to_deepspeeds_swapper_is_named(tmp_path):

@@ -47,6 +47,7 @@ def taken(engine, unfit=None):
         ({}, {"interval": 4, "fraction": 0.1, "reselect": 16, "warmup_steps": 0}),
         ({"topk_ratio": 0.3, "full_warm_up_rounds": 7}, {"fraction": 0.3, "warmup_steps": 7}),
         ({"update_interval": 8}, {"interval": 8}),
+        ({"full_warm_up_rounds": -1}, {"warmup_steps": 0}),
         ({"select_strategy": "step", "select_interval": 9}, {"reselect": 9}),
         ({"select_strategy": "step", "select_interval": 0}, {"reselect": 1}),
         (

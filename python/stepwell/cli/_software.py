@@ -211,9 +211,10 @@ _PARTS = (
     ),
     _Part(
         topic="ZenFlow",
-        seams=("offload engine, ZenFlow", "step of ZenFlowCPUAdam", "process of"),
-        works="under ZeRO-1 and -2 on the engine; else, and SuperOffload, on Stepwell's kernels",
-        otherwise="ZenFlow or SuperOffload runs without Stepwell",
+        seams=("offload engine, ZenFlow", "process of"),
+        works="under ZeRO-1 and -2 on the engine; else, and SuperOffload, DeepSpeed's own, which "
+        "needs a C++ compiler",
+        otherwise="ZenFlow and SuperOffload are DeepSpeed's own, and need a C++ compiler",
     ),
     _Part(
         topic="StepwellAdamW",

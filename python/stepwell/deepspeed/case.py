@@ -101,6 +101,9 @@ class Case(NamedTuple):
 
         from stepwell.deepspeed.zero.optimizer_type import StepwellAdam, StepwellAdamW
 
+        if self.engine.zenflow and isinstance(self.optimizer, DeepSpeedCPUAdam):
+            # A subclass, which goes with the block.
+            return None
         known = (DeepSpeedCPUAdam, StepwellAdam, StepwellAdamW, optim.Adam, optim.AdamW)
         return obstacle_of(self.optimizer, known)
 
@@ -120,6 +123,12 @@ class Case(NamedTuple):
         """Whether DeepSpeed's own path would have the state on NVMe."""
         # Below stage 3 DeepSpeed holds the state in host memory, whatever the JSON says.
         return self.stage == STAGE_3 and self.is_on_nvme
+
+    @property
+    def nvme_path(self) -> str | os.PathLike[str] | None:
+        """The folder that the JSON names for the state; None: none."""
+        path: str | os.PathLike[str] | None = self.engine.zero_offload_optimizer().nvme_path
+        return path
 
     @property
     def is_pipeline(self) -> bool:
@@ -275,8 +284,11 @@ class Case(NamedTuple):
             path = "DeepSpeed's Twin-Flow: the share in host memory"
         else:
             path = "DeepSpeed's own path"
+        is_theirs = self.is_zero and (self.engine.zenflow or self.engine.super_offload())
         if self.is_on_nvme and not self.is_on_swapper:
             path += ", with the state in host memory"
+        if is_theirs and isinstance(self.optimizer, DeepSpeedCPUAdam):
+            return f"{path}, on DeepSpeed's own op, which a C++ compiler builds"
         if self.is_ours or isinstance(self.optimizer, DeepSpeedCPUAdam):
             return f"{path}, on Stepwell's kernels"
         is_torchs = type(self.optimizer).__module__.startswith("torch.")

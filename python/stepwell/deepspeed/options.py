@@ -64,7 +64,7 @@ class Options:
     zenflow: bool = True
     """Whether a block `zero_optimization.zenflow` runs on the offload engine, where that can.
 
-    If not, it is DeepSpeed's own ZenFlow, on Stepwell's kernels.
+    If not, it is DeepSpeed's own ZenFlow, on DeepSpeed's own op, which it compiles.
     """
 
     def __post_init__(self) -> None:

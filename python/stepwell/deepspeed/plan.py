@@ -6,9 +6,14 @@ who asked for offload is not getting is in `Plan.warning`, with what to change.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
+
+import torch
 
 from stepwell import optim
 from stepwell.deepspeed import zenflow
@@ -131,10 +136,17 @@ def _fallback_warning(case: Case, reasons: tuple[str, ...], hints: list[str]) ->
     return text
 
 
-def _engine_warning(case: Case, gate: str, unfetched: str | None) -> str | None:
+def _engine_warning(
+    case: Case, gate: str, unfetched: str | None, why_in_ram: str | None
+) -> str | None:
     """What to say of keys that the engine does not follow."""
     remarks = []
-    if case.is_on_nvme and (keys := case.swapper_keys):
+    if why_in_ram is not None:
+        remarks.append(
+            "the state is in host memory, as DeepSpeed has it, since offload_optimizer.nvme_path "
+            f"{why_in_ram}. hint: a folder on the drive, or device `cpu`"
+        )
+    elif case.is_on_nvme and (keys := case.swapper_keys):
         remarks.append(
             f"without effect, since the state is on Stepwell's volume and not on DeepSpeed's "
             f"swapper: {', '.join(f'`{key}`' for key in keys)}"
@@ -269,8 +281,9 @@ def plan(engine: Any, optimizer: Any, *, is_zero: bool, unfit: Callable[[str], s
     if case.why_deepspeed_fetches is None:
         unfetched = next(filter(None, map(unfit, _FETCHING_CLASSES)), None)
     is_fetching = case.why_deepspeed_fetches is None and unfetched is None
-    warning = _engine_warning(case, gate, unfetched)
-    volume = _volume(case)
+    why_in_ram = _why_in_host_memory(case)
+    warning = _engine_warning(case, gate, unfetched, why_in_ram)
+    volume = _volume(case) if case.is_on_nvme and why_in_ram is None else None
     return Plan(
         zero_class,
         "ram" if volume is None else "volume",
@@ -286,22 +299,43 @@ def plan(engine: Any, optimizer: Any, *, is_zero: bool, unfit: Callable[[str], s
     )
 
 
-def _volume(case: Case) -> Volume | None:
-    """The volume that a configuration asks for; None: the state is in host memory.
+def _why_in_host_memory(case: Case) -> str | None:
+    """Why state that the JSON has on NVMe is in host memory, on all ranks; None: it is not."""
+    # What the block says is not given up, and on its swapper DeepSpeed needs the folder.
+    if not case.is_on_nvme or case.is_on_swapper or case.volume_keys:
+        return None
+    path = case.nvme_path
+    if path is None:
+        return "is not set"
+    is_there = Path(path).is_dir() or Path(path).is_block_device()
+    if not case.is_alone:
+        # On another host it may not be. Ranks make their volumes together.
+        found = [is_there] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(found, is_there)
+        is_there = all(found)
+    return None if is_there else f"is `{path}`, which is no folder or device on every host"
+
+
+def _volume(case: Case) -> Volume:
+    """The volume that a configuration asks for.
 
     Raises:
         ValueError: it says no folder, or options that cannot work.
     """
-    if not case.is_on_nvme:
-        return None
-    paths = case.options.nvme_paths
-    path = case.engine.zero_offload_optimizer().nvme_path
-    if paths is None and path is None:
-        raise ValueError(
-            "offload_optimizer.device is `nvme` without a folder, expected "
-            'offload_optimizer.nvme_path, or "nvme_paths" in the block `stepwell`'
-        )
+    paths: Sequence[str | os.PathLike[str]] | None = case.options.nvme_paths
+    if paths is None:
+        path = case.nvme_path
+        if path is None:
+            raise ValueError(
+                "offload_optimizer.device is `nvme` without a folder, expected "
+                'offload_optimizer.nvme_path, or "nvme_paths" in the block `stepwell`'
+            )
+        if case.is_on_swapper:
+            # As DeepSpeed does. What cannot be made is the volume's to look at.
+            with contextlib.suppress(OSError):
+                Path(path).mkdir(parents=True, exist_ok=True)
+        paths = [path]
     try:
-        return Volume([path] if paths is None else paths, **(case.options.volume or {}))
+        return Volume(paths, **(case.options.volume or {}))
     except (TypeError, ValueError) as error:
         raise ValueError(f"in the block `stepwell.volume`, or its paths: {error}") from error

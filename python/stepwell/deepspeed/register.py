@@ -7,23 +7,22 @@ import importlib.util
 import logging
 import sys
 import threading
-from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 
-from stepwell.deepspeed import accelerate, spawn
+from stepwell.deepspeed import accelerate
 from stepwell.deepspeed.after_import import after_import
 from stepwell.deepspeed.logs import warn
 from stepwell.deepspeed.native import (
     adam,
     async_io,
     byte_views,
+    compiled_adam,
     cpu_adam,
     cpu_vendor,
     fused_adam,
     pin_memory,
     step_guard,
-    zenflow,
 )
 from stepwell.deepspeed.seams import Attribute, NativeOp, Seam, release_name
 from stepwell.deepspeed.state import consolidation
@@ -61,27 +60,6 @@ def _without_shm(original: Any) -> Any:
         )
 
     return build_shm_op
-
-
-def _registered(process: Any) -> Any:
-    """DeepSpeed's function in whose place `process` is.
-
-    Called in a process that DeepSpeed has spawned.
-    """
-    register()
-    importlib.import_module("deepspeed")
-    return process.stepwell_original
-
-
-# A spawned process finds its function by module and name.
-def zenflow_process(*args: Any) -> None:
-    """ZenFlow's optimizer process, with Stepwell in DeepSpeed's seams."""
-    spawn.zenflow_worker(partial(_registered, zenflow_process), *args)
-
-
-def superoffload_process(*args: Any, **kwargs: Any) -> None:
-    """SuperOffload's optimizer process, with Stepwell in DeepSpeed's seams."""
-    spawn.superoffload_worker(partial(_registered, superoffload_process), *args, **kwargs)
 
 
 _CPU_ADAM = "deepspeed.ops.adam.cpu_adam"
@@ -130,40 +108,16 @@ _FEATURES: dict[str, tuple[Place, ...]] = {
         NativeOp("op pin_memory", "pin_memory", pin_memory.OP),
         NativeOp("op utils", "utils", byte_views),
     ),
-    "ZenFlow": (
-        Attribute(
-            "step of ZenFlowCPUAdam",
-            "deepspeed.ops.adam.zenflow_cpu_adam",
-            "ZenFlowCPUAdam._sequential_step",
-            step_guard.whole,
-            ("self", "step_id", "closure"),
-        ),
-        Attribute(
-            "process of ZenFlow",
-            "deepspeed.runtime.zenflow.zenflow_utils",
-            "zenflow_optimizer_process",
-            lambda _: zenflow_process,
-            ("groups", "ctrl", "ready", "zf_affinity", "adamw_mode"),
-        ),
-        # Both modules import it by its name.
-        *(
-            Attribute(
-                f"process of ZenFlow, {stage}",
-                f"deepspeed.runtime.zenflow.{module}",
-                "start_optimizer_process",
-                zenflow.following,
-                ("zf_optimizer",),
-            )
-            for stage, module in (("ZeRO-2", "zenflow_stage_1_and_2"), ("ZeRO-3", "engine_stage3"))
-        ),
-    ),
-    "SuperOffload": (
-        Attribute(
-            "process of SuperOffload",
-            "deepspeed.runtime.superoffload.superoffload_utils",
-            "superoffload_optimizer_worker",
-            lambda _: superoffload_process,
-        ),
+    "the processes of ZenFlow and SuperOffload": tuple(
+        Attribute(f"process of {name}", f"deepspeed.runtime.{module}", path, compiled_adam.used_by)
+        for name, module, path in (
+            ("ZenFlow", "zenflow.zenflow_utils", "zenflow_optimizer_process"),
+            (
+                "SuperOffload",
+                "superoffload.superoffload_utils",
+                "superoffload_optimizer_worker",
+            ),
+        )
     ),
     # The engine hands its state to the same accessors and checkpoints as Stepwell's optimizers.
     "the offload engine, StepwellAdamW and StepwellAdam": (
@@ -215,13 +169,14 @@ def _fill() -> None:
 
 
 def register(*, nonfinite: Literal["raise", "propagate"] = "raise") -> None:
-    """Puts Stepwell into DeepSpeed, for this process and those that DeepSpeed spawns.
+    """Puts Stepwell into DeepSpeed, for this process.
 
-    From then on DeepSpeed's CPU Adam (ZeRO-1/2/3 with CPU offload, `bf16_optimizer_states`,
-    SuperOffload, ZenFlow) runs on Stepwell's kernels, `"optimizer": {"type": "StepwellAdamW"}` is
-    known, and none of these paths compiles anything. ZeRO with optimizer state in host memory or on
-    NVMe runs on the offload engine as a whole, unless the block `"stepwell"` of the JSON says
-    otherwise (`options.Options`).
+    From then on DeepSpeed's CPU Adam (ZeRO-1/2/3 with CPU offload, `bf16_optimizer_states`) runs on
+    Stepwell's kernels, `"optimizer": {"type": "StepwellAdamW"}` is known, and none of these paths
+    compiles anything. ZeRO with optimizer state in host memory or on NVMe, and ZenFlow under ZeRO-1
+    and -2, run on the offload engine as a whole, unless the block `"stepwell"` of the JSON says
+    otherwise (`options.Options`). SuperOffload and any other ZenFlow are DeepSpeed's own, on its
+    own op, which it compiles.
     What DeepSpeed reads and writes through its op `async_io` (parameters on NVMe, FastFileWriter,
     `ds_io`) goes through Stepwell's files, where every failure is an OSError.
 

@@ -25,6 +25,7 @@ __all__ = [
     "Place",
     "Seam",
     "accelerator_name",
+    "op_caches",
     "release_name",
 ]
 
@@ -88,6 +89,14 @@ def release_name() -> str | None:
     """The version of the DeepSpeed that is imported; None: there is none, or it does not say."""
     name = getattr(sys.modules.get("deepspeed"), "__version__", None)
     return None if name is None else str(name)
+
+
+def op_caches() -> list[dict[str, Any]]:
+    """Where DeepSpeed's builders find the ops that were loaded, by name."""
+    modules = [importlib.import_module(_BUILDERS)]
+    if _LOCAL_BUILDERS in sys.modules:
+        modules.append(sys.modules[_LOCAL_BUILDERS])
+    return [module.OpBuilder._loaded_ops for module in modules]
 
 
 def _is_of_another(accelerator: str | None) -> str | None:
@@ -180,12 +189,6 @@ class NativeOp:
         """Its dotted path."""
         return f"{_BUILDERS}.OpBuilder._loaded_ops[{self.op!r}]"
 
-    def _caches(self) -> list[dict[str, Any]]:
-        modules = [importlib.import_module(_BUILDERS)]
-        if _LOCAL_BUILDERS in sys.modules:
-            modules.append(sys.modules[_LOCAL_BUILDERS])
-        return [module.OpBuilder._loaded_ops for module in modules]
-
     def missing(self) -> str | None:
         """Why it is not there; None if it is."""
         module = _import(_BUILDERS)
@@ -206,11 +209,11 @@ class NativeOp:
 
     def is_filled(self) -> bool:
         """Whether Stepwell is in it."""
-        return all(cache.get(self.op) is self.module for cache in self._caches())
+        return all(cache.get(self.op) is self.module for cache in op_caches())
 
     def fill(self) -> None:
         """Puts Stepwell into it."""
-        for cache in self._caches():
+        for cache in op_caches():
             cache[self.op] = self.module
 
 

@@ -100,7 +100,7 @@ def zenflow_of(engine: Any) -> ZenFlow:
         interval=_INTERVAL_AUTO if isinstance(interval, str) else interval,
         fraction=block.topk_ratio,
         reselect=reselect,
-        warmup_steps=block.full_warm_up_rounds,
+        warmup_steps=max(0, block.full_warm_up_rounds),
     )
     return ZenFlow(deferred, threads, tuple(remarks))
 

@@ -5,7 +5,6 @@ It is checked in full, then done by the core, or not at all.
 
 from __future__ import annotations
 
-import logging
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
@@ -32,9 +31,7 @@ __all__ = [
     "update",
 ]
 
-Nonfinite: TypeAlias = Literal["raise", "propagate", "refuse"]
-
-_LOGGER = logging.getLogger(__name__)
+Nonfinite: TypeAlias = Literal["raise", "propagate"]
 
 # What DeepSpeed's own op has kernels for: the moments' dtypes by the parameter's.
 _MOMENT_DTYPES = {
@@ -95,9 +92,8 @@ def set_nonfinite(policy: Nonfinite) -> None:
     """Sets what an update with a non-finite gradient does.
 
     Args:
-        policy: "raise" a ValueError; "propagate" it, as DeepSpeed's op does, which saves reading
-            the gradient once more; or "refuse": change nothing, and say so by the return value of
-            `update`.
+        policy: "raise" a ValueError, or "propagate" it, as DeepSpeed's op does, which saves
+            reading the gradient once more.
     """
     _Policy.nonfinite = policy
 
@@ -183,18 +179,12 @@ def _runs(tensors: Sequence[NativeTensors]) -> list[torch.Tensor]:
     ]
 
 
-def _may_go_on(grads: list[_core.TensorView], pool: _core.Pool | None) -> bool:
-    """Whether to go on with an update.
-
-    False where a gradient is not finite, and the policy is to refuse such updates.
-    """
+def _check_finite(grads: list[_core.TensorView], pool: _core.Pool | None) -> None:
+    """Raises ValueError where a gradient is not finite, and the policy is to raise."""
     if _Policy.is_checked or _Policy.nonfinite == "propagate" or not grads:
-        return True
+        return
     if _core.grad_stats(grads, norm=False, pool=pool).finite:
-        return True
-    if _Policy.nonfinite == "refuse":
-        _LOGGER.info("refused an update: its gradient is not finite; nothing was changed")
-        return False
+        return
     raise ValueError(
         "a gradient is not finite; nothing was changed. hint: let DeepSpeed skip such steps "
         "(bf16.check_grad_overflow, "
@@ -217,14 +207,14 @@ def all_finite(tensors: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Iterator
     runs = _runs(
         [NativeTensors(param, grad, param, param) for param, grad in tensors if grad.numel() > 0]
     )
-    _may_go_on(_views(runs), None)
+    _check_finite(_views(runs), None)
     with _checked():
         yield
 
 
 def update(
     tensors: Sequence[NativeTensors], *, step: int, hyper: Hyper, pool: _core.Pool | None = None
-) -> bool:
+) -> None:
     """Updates all `tensors` in place, or none.
 
     Args:
@@ -232,10 +222,6 @@ def update(
         step: the number of this update, from 1.
         hyper: hyper-parameters.
         pool: what steps them; the default pool if None.
-
-    Returns:
-        Whether it was applied: False where the gradient is not finite and the policy is to refuse
-        such updates.
 
     Raises:
         ValueError: with nothing changed: tensors or options that do not fit, or a non-finite
@@ -246,8 +232,7 @@ def update(
     stepped = [each for each in tensors if each.param.numel() > 0]
     runs = _runs(stepped)
     grads = _views(runs)
-    if not _may_go_on(grads, pool):
-        return False
+    _check_finite(grads, pool)
     operands = [
         _core.AdamTensor(
             param=view(each.param),
@@ -260,4 +245,3 @@ def update(
     _core.adam_step(operands, steps=[step] * len(operands), hyper=hyper.core(), pool=pool)
     if _Policy.applied is not None:
         _Policy.applied.update(each.exp_avg.data_ptr() for each in tensors)
-    return True

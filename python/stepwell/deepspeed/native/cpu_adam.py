@@ -1,48 +1,33 @@
 """DeepSpeed's native op `cpu_adam`, function for function, over the core.
 
 DeepSpeed calls these positionally, with numbers that may be ints where floats are meant. Unlike its
-own op they raise ValueError, with nothing changed, for whatever they cannot do.
+own op they raise ValueError, with nothing changed, for whatever they cannot do. The functions of
+ZenFlow are those of DeepSpeed's own op.
 """
 
 from __future__ import annotations
 
 import logging
+from typing import TYPE_CHECKING
 
-import torch
-
-from stepwell import _core
 from stepwell._hyper import Hyper
-from stepwell._tensors import view
-from stepwell.deepspeed.native import adam, optimizers, rollback
-from stepwell.deepspeed.native.zenflow import (
-    zenflow_adam_create,
-    zenflow_adam_ctrl_exit,
-    zenflow_adam_ctrl_init,
-    zenflow_adam_ctrl_size,
-    zenflow_adam_destroy,
-    zenflow_adam_register_group,
-    zenflow_adam_run_worker,
-    zenflow_adam_submit,
-    zenflow_adam_wait,
-)
+from stepwell.deepspeed.native import adam, compiled_adam, optimizers
 
-__all__ = [
-    "adam_rollback",
-    "adam_update",
-    "create_adam",
-    "destroy_adam",
-    "zenflow_adam_create",
-    "zenflow_adam_ctrl_exit",
-    "zenflow_adam_ctrl_init",
-    "zenflow_adam_ctrl_size",
-    "zenflow_adam_destroy",
-    "zenflow_adam_register_group",
-    "zenflow_adam_run_worker",
-    "zenflow_adam_submit",
-    "zenflow_adam_wait",
-]
+if TYPE_CHECKING:
+    from typing import Any
+
+    import torch
+
+__all__ = ["adam_update", "create_adam", "destroy_adam"]
 
 _LOGGER = logging.getLogger(__name__)
+
+
+def __getattr__(name: str) -> Any:
+    """What ZenFlow asks of the op where it starts its process, which has DeepSpeed's own."""
+    if not name.startswith("zenflow_"):
+        raise AttributeError(f"module `{__name__}` has no attribute `{name}`")
+    return getattr(compiled_adam.load(), name)
 
 
 def create_adam(
@@ -122,55 +107,7 @@ def adam_update(
     optimizer = optimizers.get(optimizer_id)
     tensors = adam.NativeTensors(params, grads, exp_avg, exp_avg_sq)
     hyper = _hyper(optimizer, lr, beta1, beta2, eps, weight_decay, bias_correction)
-    count = _step_of(step)
-    if adam.update([tensors], step=count, hyper=hyper):
-        optimizer.refused.pop(exp_avg.data_ptr(), None)
-    else:
-        optimizer.refused[exp_avg.data_ptr()] = count
-    return 0
-
-
-def adam_rollback(
-    optimizer_id: int,
-    step: int,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    bias_correction: bool,
-    params: torch.Tensor,
-    grads: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-) -> int:
-    """Undoes the `adam_update` that was called with the same arguments. Returns 0.
-
-    The update is undone by inverse arithmetic, so up to the rounding of what holds it. An update
-    that was refused because its gradient is not finite has changed nothing, and neither does its
-    rollback.
-
-    Raises:
-        ValueError: the update cannot be undone; nothing was changed.
-    """
-    optimizer = optimizers.get(optimizer_id)
-    tensors = adam.NativeTensors(params, grads, exp_avg, exp_avg_sq)
-    count = _step_of(step)
-    if optimizer.refused.get(exp_avg.data_ptr()) == count:
-        del optimizer.refused[exp_avg.data_ptr()]
-        return 0
-    adam.check(tensors)
-    if params.numel() == 0:
-        return 0
-    grad = grads.contiguous().resolve_neg()
-    hyper = _hyper(optimizer, lr, beta1, beta2, eps, weight_decay, bias_correction)
-    if params.dtype != torch.float32:
-        rollback.undo(tensors._replace(grad=grad), step=count, hyper=hyper)
-        return 0
-    operand = _core.AdamTensor(
-        param=view(params), grad=view(grad), exp_avg=view(exp_avg), exp_avg_sq=view(exp_avg_sq)
-    )
-    _core.adam_rollback([operand], steps=[count], hyper=hyper.core())
+    adam.update([tensors], step=_step_of(step), hyper=hyper)
     return 0
 
 

@@ -5,7 +5,7 @@ They go by DeepSpeed's numbers for them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 __all__ = ["NativeOptimizer", "add", "get", "remove"]
 
@@ -16,11 +16,6 @@ class NativeOptimizer:
 
     decoupled: bool
     """Whether its weight decay is AdamW's."""
-    refused: dict[int, int] = field(default_factory=dict)
-    """The number of the last update of a parameter, where that update was refused.
-
-    By the address of its `exp_avg`.
-    """
 
 
 _OPTIMIZERS: dict[int, NativeOptimizer] = {}

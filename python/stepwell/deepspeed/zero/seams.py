@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from stepwell import optim
 from stepwell.deepspeed.logs import warn
-from stepwell.deepspeed.native import adam
+from stepwell.deepspeed.native import adam, compiled_adam
 from stepwell.deepspeed.plan import inference_plan, plan, zenflow_plan
 from stepwell.deepspeed.seams import Attribute, Overridden
 from stepwell.deepspeed.state.home import home_of
@@ -131,6 +131,10 @@ def _planned(original: Callable[..., str | None]) -> Callable[..., str | None]:
         if self.stepwell_plan.warning is not None:
             warn(self.stepwell_plan.warning)
         check_client(self)
+        cpu_adam = importlib.import_module("deepspeed.ops.adam").DeepSpeedCPUAdam
+        if (self.zenflow or self.super_offload()) and isinstance(basic_optimizer, cpu_adam):
+            # Before its process is spawned, which then finds the op built.
+            compiled_adam.stepping(basic_optimizer)
         has_ours = self.stepwell_plan.zero_class is not None
         return module.ZERO_OPTIMIZATION if has_ours else wrapper
 
