@@ -11,8 +11,8 @@ from late_engine import LateEngine
 
 def engine_of(optimizer):
     """What steps in the background, once there was a step."""
-    assert optimizer._engine is not None
-    return optimizer._engine
+    assert optimizer._background.engine is not None
+    return optimizer._background.engine
 
 
 def core_of(optimizer):
@@ -71,17 +71,17 @@ def lift_limit(optimizer):
 
 def gate_of(optimizer):
     """What has forwards wait."""
-    return optimizer._gate
+    return optimizer._background.gate
 
 
 def forwards_wait(optimizer):
     """Whether they do, so that no step waits for its weights."""
-    return optimizer._gate.is_open
+    return optimizer._background.gate.is_open
 
 
 def is_any_under_way(optimizer):
     """Whether something may have to wait for a weight."""
-    return optimizer._gate.guard.any_under_way
+    return optimizer._background.gate.guard.any_under_way
 
 
 def swapped_of(optimizer):

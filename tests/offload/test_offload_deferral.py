@@ -21,8 +21,8 @@ def test_metrics_of_a_step() -> None:
     assert optimizer.deferral is None
     train(model, optimizer, range(6))
     loss_of(model, 6)
-    assert optimizer._engine is not None
-    optimizer._engine.finish()
+    assert optimizer._background.engine is not None
+    optimizer._background.engine.finish()
     metrics = optimizer.deferral
     assert metrics is not None
     assert metrics.interval == 3 and metrics.oldest_age == 2 - 1

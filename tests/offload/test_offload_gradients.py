@@ -116,7 +116,7 @@ def test_copies_that_are_forgotten_hold_no_engine():
     net, optimizer = pair(accumulation_steps=1)[0]
     train(net, optimizer, 1)
     loss_of(net, 1).backward()
-    freed = weakref.ref(optimizer._engine)
+    freed = weakref.ref(optimizer._background.engine)
     added = torch.nn.Parameter(torch.ones(3))
     optimizer.add_param_group({"params": [added]})
     assert freed() is None
@@ -263,7 +263,7 @@ def test_gradients_are_copied_behind_the_stream_that_made_them(turns, monkeypatc
         return current[0]
 
     monkeypatch.setattr(gradients, "current_stream", stream)
-    take, taken = optimizer._engine.take, []
+    take, taken = optimizer._background.engine.take, []
     for param in net.parameters():
         # Behind the optimizer's.
         param.register_post_accumulate_grad_hook(lambda each: made.update({each: current[0]}))
@@ -272,7 +272,7 @@ def test_gradients_are_copied_behind_the_stream_that_made_them(turns, monkeypatc
         taken.extend((made[param], current[0]) for param in params)
         take(params, grads)
 
-    monkeypatch.setattr(optimizer._engine, "take", noted_take)
+    monkeypatch.setattr(optimizer._background.engine, "take", noted_take)
     optimizer.zero_grad()
     loss_of(net, 1).backward()
     assert all(maker == behind for maker, behind in taken)

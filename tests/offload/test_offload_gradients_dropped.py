@@ -109,7 +109,7 @@ def test_zero_grad_after_a_step_discards_nothing(monkeypatch):
     net, optimizer = pair(accumulation_steps=1)[0]
     train(net, optimizer, 1)
     discarded = []
-    monkeypatch.setattr(optimizer._engine, "discard", lambda: discarded.append(None))
+    monkeypatch.setattr(optimizer._background.engine, "discard", lambda: discarded.append(None))
     for set_to_none in (True, False):
         optimizer.zero_grad(set_to_none=set_to_none)
         loss_of(net, 1).backward()

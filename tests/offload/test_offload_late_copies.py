@@ -214,13 +214,13 @@ def test_sums_are_stepped_before_the_next_backward_adds_to_them():
         net(2.0).backward()
         optimizer.step()
         if net is ours[0]:
-            optimizer._engine._core = LateEngine(optimizer._engine._core)
+            optimizer._background.engine._core = LateEngine(optimizer._background.engine._core)
         optimizer.zero_grad()
         first, second = net(3.0), net(-5.0)
         first.backward()
         optimizer.step()
         if net is ours[0]:
-            assert optimizer._engine._core.is_late
+            assert optimizer._background.engine._core.is_late
         optimizer.zero_grad()
         second.backward()
         optimizer.step()

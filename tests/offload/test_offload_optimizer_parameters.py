@@ -55,12 +55,12 @@ def test_a_group_of_frozen_parameters_takes_nothing(mode, caplog):
         train(net, optimizer, 2)
         net.append(torch.nn.Linear(3, 2, bias=False).requires_grad_(False))
         torch.nn.init.ones_(net[4].weight)
-        engine = getattr(optimizer, "_engine", None)
+        engine = engine_of(optimizer) if net is ours[0] else None
         caplog.clear()
         with caplog.at_level("INFO", logger="stepwell._budget"):
             optimizer.add_param_group({"params": [("extra", net[4].weight)]})
         # Nothing was begun anew.
-        assert getattr(optimizer, "_engine", None) is engine
+        assert engine is None or engine_of(optimizer) is engine
         train(net, optimizer, 2, first=2)
     assert not caplog.messages
     assert_equal(ours, theirs)

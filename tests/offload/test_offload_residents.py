@@ -130,7 +130,7 @@ def test_a_resident_has_every_update_in_the_next_forward() -> None:
         step_with(model, optimizer, step)
         step_with(*reference, step)
     loss_of(model, 7)
-    assert optimizer._engine is not None and optimizer._engine.pending_params
+    assert optimizer._background.engine is not None and optimizer._background.engine.pending_params
     first, last = (list(each.parameters()) for each in (model, reference[0]))
     assert torch.equal(bits(first[0]), bits(last[0]))
 
@@ -173,7 +173,7 @@ def test_what_fits_is_stepped_on_the_device_and_takes_no_host_memory(
 def test_without_host_memory_there_is_no_engine() -> None:
     model, optimizer = made(model_of(), ALL, host_bytes_max=0)
     step_with(model, optimizer, 1)
-    assert optimizer._engine is None
+    assert optimizer._background.engine is None
     optimizer.synchronize()
     optimizer.drain()
     assert optimizer.timing["resident_bytes"] == optimizer._residents.state_nbytes
@@ -284,13 +284,13 @@ def test_turns_go_on_in_steps_of_residents_alone() -> None:
     model, optimizer = made(model_of(), FIRST, deferred=deferred)
     for step in range(1, 6):
         step_with(model, optimizer, step)
-    assert optimizer._engine is not None
+    assert optimizer._background.engine is not None
     loss_of(model, 6)
-    assert optimizer._engine.pending_params
+    assert optimizer._background.engine.pending_params
     for step in range(6, 6 + 2 * deferred.interval + 1):
         step_with(model, optimizer, step, lambda _, index: index == 0)
     loss_of(model, 20)
-    assert not optimizer._engine.pending_params
+    assert not optimizer._background.engine.pending_params
 
 
 def test_misaligned_gradients_are_copied() -> None:

@@ -58,11 +58,9 @@ if TYPE_CHECKING:
 
     from torch.optim.optimizer import ParamsT, StateDict
 
-    from stepwell.access.gate import Gate
     from stepwell.store.contents import Contents
     from stepwell.store.deferred import Deferred
     from stepwell.store.deferred_steps import DeferralMetrics
-    from stepwell.store.engine import Engine
     from stepwell.store.volume import Volume
 
 __all__ = ["OffloadAdamW"]
@@ -377,7 +375,7 @@ class OffloadAdamW(AdamW):
     def _admit_to_host(self, new: list[torch.Tensor]) -> None:
         if not new:
             return
-        has_engine = self._engine is not None
+        has_engine = self._background.engine is not None
         with self._host.announce(new, self._states, has_engine=has_engine):
             # It is made for a fixed list of parameters.
             self._collector.end_engine()
@@ -448,16 +446,6 @@ class OffloadAdamW(AdamW):
     @property
     def _states(self) -> defaultdict[torch.Tensor, _state.State]:
         return self._keeper.settled()
-
-    @property
-    def _engine(self) -> Engine | None:
-        """None: it was not needed yet."""
-        return self._background.engine
-
-    @property
-    def _gate(self) -> Gate | None:
-        """None: no model is given, or there is no engine."""
-        return self._background.gate
 
     @property
     def _store(self) -> _core.Store:
