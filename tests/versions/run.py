@@ -18,7 +18,7 @@ from fingerprints import RELEASES, ROOT
 
 FOLDER = ROOT / "target/versions"
 
-# On DeepSpeed's releases before the last ZeRO is DeepSpeed's own path on Stepwell's kernels.
+# Also where ZeRO is DeepSpeed's own path on Stepwell's kernels.
 DEEPSPEED_TESTS = (
     "versions",
     "register",
@@ -28,6 +28,24 @@ DEEPSPEED_TESTS = (
     "checkpoints",
     "corpus",
 )
+ENGINE_TESTS = (
+    "offload",
+    "offload_param",
+    "options",
+    "gradients",
+    "weights",
+    "access",
+    "offload_access",
+    "clients",
+    "torch_adam",
+    "twin_flow",
+    "fetch",
+    "nvme",
+    "zenflow_engine",
+    "world",
+)
+# The releases before the last on which ZeRO is on the engine.
+ENGINE_RELEASES = ("0.19.7",)
 TORCH_TESTS = (
     "optim",
     "optim_torch",
@@ -46,7 +64,10 @@ TORCH_TESTS = (
 )
 CELLS = {
     **{
-        f"deepspeed=={release}": [f"deepspeed_{name}" for name in DEEPSPEED_TESTS]
+        f"deepspeed=={release}": [
+            f"deepspeed_{name}"
+            for name in DEEPSPEED_TESTS + (ENGINE_TESTS if release in ENGINE_RELEASES else ())
+        ]
         for release in RELEASES[:-1]
     },
     "torch==2.11.*": list(TORCH_TESTS),

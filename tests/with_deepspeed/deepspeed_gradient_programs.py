@@ -13,19 +13,9 @@ from deepspeed_engines import (
     vectors,
 )
 from deepspeed_paths import Forked, uneven
+from deepspeed_release import fp32_sums
 from insides import partitions_of, release_of_sums
 
-FP32_SUMS = {"grad_accum_dtype": "fp32"}
-LEFT_OUT = {
-    "one backward": {},
-    "two": {"gradient_accumulation_steps": 2},
-    "two on the device": {
-        "gradient_accumulation_steps": 2,
-        "stepwell": {"accumulate": "device"},
-    },
-    "fp32 sums": {"gradient_accumulation_steps": 2, "data_types": FP32_SUMS},
-}
-"""Options of runs whose program leaves steps out."""
 NOT_DROPPED = {
     "engine.zero_grad()": lambda engine: engine.zero_grad(),
     "module.zero_grad()": lambda engine: engine.module.zero_grad(),
@@ -40,6 +30,19 @@ OUTSIDE = {
     "ZeRO-3, small buckets": {"stage": 3, "zero": {"reduce_bucket_size": 100}},
 }
 """Options of runs that use a layer outside of the engine's forward."""
+
+
+def left_out_options(stage):
+    """Options of runs whose program leaves steps out."""
+    return {
+        "one backward": {},
+        "two": {"gradient_accumulation_steps": 2},
+        "two on the device": {
+            "gradient_accumulation_steps": 2,
+            "stepwell": {"accumulate": "device"},
+        },
+        "fp32 sums": {"gradient_accumulation_steps": 2, **fp32_sums(stage)},
+    }
 
 
 def raise_once(owner, name, error):
@@ -119,7 +122,7 @@ def failed_backwards(result):
             ", overlap_comm": {"zero": {"overlap_comm": True}},
             ", timed": {"wall_clock_breakdown": True},
             ", accumulated": {"gradient_accumulation_steps": 3},
-            ", fp32 sums": {"gradient_accumulation_steps": 3, "data_types": FP32_SUMS},
+            ", fp32 sums": {"gradient_accumulation_steps": 3, **fp32_sums(stage)},
         }.items()
     }
     for name, config in cases.items():
@@ -241,7 +244,7 @@ def widened(param, _):
 HOOKS = {
     transposed: {"dtype": "bf16"},
     held: {},
-    widened: {"dtype": "bf16", "data_types": FP32_SUMS},
+    widened: {"dtype": "bf16", **fp32_sums(3)},
 }
 """What comes before DeepSpeed's hooks, and the options of its runs."""
 
@@ -392,9 +395,7 @@ def interrupted(stage, *, is_interrupted):
     """A run in which Ctrl-C comes when a step is under way and its sums are still there."""
     engine = initialize(
         perceptron(),
-        configuration(
-            stage=stage, dtype="bf16", gradient_accumulation_steps=3, data_types=FP32_SUMS
-        ),
+        configuration(stage=stage, dtype="bf16", gradient_accumulation_steps=3, **fp32_sums(stage)),
     )
     optimizer = engine.optimizer
     release, step = getattr(*release_of_sums(optimizer)), optimizer.step
@@ -431,7 +432,7 @@ def interrupted_twice(stage, where):
     config = configuration(
         stage=stage,
         dtype="bf16",
-        **({"gradient_accumulation_steps": 2, "data_types": FP32_SUMS} if sums else {}),
+        **({"gradient_accumulation_steps": 2, **fp32_sums(stage)} if sums else {}),
     )
     engine = initialize(perceptron(), config)
     optimizer, count = engine.optimizer, 1 + sums
@@ -550,7 +551,7 @@ def program_gradients(result):
     for stage in (1, 2, 3):
         accumulating = configuration(stage=stage, dtype="bf16", gradient_accumulation_steps=3)
         result[f"interrupted twice, ZeRO-{stage}, norm"] = interrupted_twice(stage, "norm")
-        for name, options in LEFT_OUT.items():
+        for name, options in left_out_options(stage).items():
             result[f"left out, ZeRO-{stage}, {name}"] = [
                 left_out(configuration(stage=stage, dtype="bf16", **options), extra=extra)
                 for extra in (0, 2)
@@ -581,7 +582,7 @@ def program_gradients(result):
             for counts, options in (
                 ((1, 3, 1, 2), {}),
                 ((3, 1, 2), {}),
-                ((1, 3, 1, 2), {"data_types": FP32_SUMS}),
+                ((1, 3, 1, 2), fp32_sums(stage)),
             )
         }
         result[f"skipped, ZeRO-{stage}"] = skipped(stage)
@@ -634,7 +635,7 @@ def program_gradients_ranks(result):
     result["ZeRO-3, shared memory"] = [shared_memory(engine, rank) for engine in (False, True)]
     result["ZeRO-3, quantized"] = [quantized(engine, rank) for engine in (False, True)]
     for stage in (1, 2, 3):
-        for name, options in LEFT_OUT.items():
+        for name, options in left_out_options(stage).items():
             result[f"left out, ZeRO-{stage}, {name}"] = [
                 left_out(configuration(stage=stage, dtype="bf16", **options), extra=extra)
                 for extra in (0, 1)
@@ -642,7 +643,7 @@ def program_gradients_ranks(result):
         for name, options in {
             "": {"zero": {"reduce_bucket_size": 1500}},
             ", accumulated": {"gradient_accumulation_steps": 2},
-            ", fp32 sums": {"gradient_accumulation_steps": 2, "data_types": FP32_SUMS},
+            ", fp32 sums": {"gradient_accumulation_steps": 2, **fp32_sums(stage)},
         }.items():
             config = configuration(stage=stage, dtype="bf16", **options)
             result[f"ZeRO-{stage}{name}"] = [

@@ -20,6 +20,7 @@ from deepspeed_engines import (
     squared,
     train,
 )
+from deepspeed_release import fp32_sums
 from insides import core_of_partitions, partitions_of, swapped_of_zero
 
 STEPS = 3
@@ -128,7 +129,7 @@ def paths(result, folder):
             stage=1,
             dtype="bf16",
             gradient_accumulation_steps=2,
-            data_types={"grad_accum_dtype": "fp32"},
+            **fp32_sums(1),
         ),
     }
     for name, config in wide.items():

@@ -61,8 +61,11 @@ def weights(engine):
 
     params = list(engine.module.parameters())
     pieces = [piece_of(param) for param in params if hasattr(param, "ds_tensor")]
-    with deepspeed.zero.GatheredParameters(params):
-        return pieces + [param.detach().clone() for param in params]
+    for param in params:
+        # Of several DeepSpeed before 0.19.8 waits for the last one only, where gloo gathers.
+        with deepspeed.zero.GatheredParameters([param]):
+            pieces.append(param.detach().clone())
+    return pieces
 
 
 def loss_of(model, x):

@@ -80,6 +80,9 @@ def stand_in(monkeypatch):
         ),
         "deepspeed.ops.adam": SimpleNamespace(DeepSpeedCPUAdam=DeepSpeedCPUAdam),
         "deepspeed.runtime.pipe.module": SimpleNamespace(PipelineModule=PipelineModule),
+        "deepspeed.runtime.zero.stage_1_and_2": SimpleNamespace(
+            DeepSpeedZeroOptimizer=SimpleNamespace(_use_compact_grad_partition_buffer=None)
+        ),
         "deepspeed.runtime.torch_autocast": SimpleNamespace(
             is_autocast_initialized=lambda: found.autocast_dtype is not None,
             # Of a run before, where there is none now.

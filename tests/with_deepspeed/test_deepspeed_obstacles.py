@@ -137,6 +137,31 @@ def test_that_deepspeeds_zenflow_shuffles_a_model_is_told(block):
     assert not told("0.19.8", zero_optimization_stage=3)
 
 
+def test_releases_that_round_sums_in_fp32_keep_them(monkeypatch):
+    changed = {"get_data_types": (torch.bfloat16, torch.float32)}
+    assert planned(Engine(**changed)).zero_class == "OffloadZeroOptimizer"
+    module = sys.modules["deepspeed.runtime.zero.stage_1_and_2"]
+    monkeypatch.setattr(module, "DeepSpeedZeroOptimizer", SimpleNamespace())
+    fp32 = {"get_data_types": (torch.float32, torch.float32)}
+    half = fp32 | {"module": torch.nn.Linear(1, 1).bfloat16()}
+    for changes in (changed, half):
+        (told,) = planned(Engine(**changes)).reasons
+        assert told.startswith("gradients of a 16-bit model are summed in fp32")
+    for changes in (
+        changed | {"zero_optimization_stage": 3},
+        {},
+        fp32,
+    ):
+        assert planned(Engine(**changes)).zero_class is not None
+
+
+def test_gradients_that_are_quantized_with_loco_keep_deepspeeds_path():
+    engine = Engine(zero_optimization_stage=3)
+    engine._config.zero_config.zeropp_loco_param = {"err_beta": 0.8}
+    (told,) = planned(engine).reasons
+    assert "zeropp_loco_param" in told
+
+
 def test_another_version_is_advised_to_be_the_tested_one():
     found = planned(Engine(), unfit="`step` is another")
     assert f"pip install 'deepspeed=={fingerprints.releases()[-1]}'" in found.warning

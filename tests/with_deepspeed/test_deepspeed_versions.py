@@ -122,9 +122,9 @@ def test_metadata_claim_what_is_tested():
     # What is older than the installed release has a cell of its own.
     cells = {f"deepspeed=={release}" for release in releases[:-1]} | {f"torch=={oldest}.*"}
     assert versions.CELLS.keys() == cells
-    readme = (ROOT / "README.md").read_text()
+    readme = " ".join((ROOT / "README.md").read_text().split())
     assert f"torch {oldest} or later" in readme
-    assert f"DeepSpeed {releases[-1]}" in readme
+    assert f"DeepSpeed {' or '.join(fingerprints.releases()[-2:])}" in readme
 
 
 def test_every_cell_names_tests_that_are_there():

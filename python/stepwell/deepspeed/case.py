@@ -108,6 +108,29 @@ class Case(NamedTuple):
         return obstacle_of(self.optimizer, known)
 
     @property
+    def rounds_fp32_sums(self) -> bool:
+        """Whether DeepSpeed rounds the gradients that ZeRO-1 and -2 are to sum in fp32."""
+        from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+        # Gone since DeepSpeed 0.19.8, with this method.
+        if self.stage == STAGE_3 or hasattr(
+            DeepSpeedZeroOptimizer, "_use_compact_grad_partition_buffer"
+        ):
+            return False
+        dtype, sums = self.engine.get_data_types()
+        # A model may be in 16 bits without a word of it in the JSON.
+        trained = (param for param in self.engine.module.parameters() if param.requires_grad)
+        dtypes = {dtype, *(param.dtype for param in trained)}
+        return bool(sums == torch.float32 and dtypes != {torch.float32})
+
+    @property
+    def corrects_quantized(self) -> bool:
+        """Whether what quantized gradients have lost is added to the next ones (LoCo)."""
+        # Gone since DeepSpeed 0.19.8.
+        zero = self.engine._config.zero_config
+        return self.stage == STAGE_3 and getattr(zero, "zeropp_loco_param", None) is not None
+
+    @property
     def is_param_on_nvme(self) -> bool:
         """Whether weights are on NVMe between their uses."""
         # Below stage 3 DeepSpeed does not offload parameters, whatever the JSON says.

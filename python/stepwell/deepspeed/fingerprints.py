@@ -204,8 +204,11 @@ def difference(zero_class: str) -> str | None:
             found[owner, name] = digest_of(method)
         return found[owner, name] == known
 
+    installed = importlib.import_module("deepspeed").__version__
     differing = {}
-    for release, owners in reversed(tested()[zero_class].items()):
+    # First the installed release, of which no digest is made.
+    newest_first = reversed(tested()[zero_class].items())
+    for release, owners in sorted(newest_first, key=lambda item: item[0] != installed):
         differing[release] = [
             (owner, name)
             for owner, methods in owners.items()
@@ -215,7 +218,6 @@ def difference(zero_class: str) -> str | None:
         if not differing[release]:
             return None
     release, methods = min(differing.items(), key=lambda item: len(item[1]))
-    installed = importlib.import_module("deepspeed").__version__
     missing = [f"{owner}.{name}" for owner, name in methods if _method(owner, name) is None]
     if missing:
         return f"DeepSpeed {installed} lacks {_named(missing)}"

@@ -98,6 +98,17 @@ OBSTACLES: tuple[Obstacle, ...] = (
         ),
     ),
     Obstacle(
+        "gradients are quantized with zeropp_loco_param",
+        "leave out zeropp_loco_param",
+        lambda case: case.corrects_quantized,
+    ),
+    Obstacle(
+        "gradients of a 16-bit model are summed in fp32, and this release of DeepSpeed rounds them",
+        "pip install 'deepspeed=={case.tested_release}', or the model's dtype as "
+        "data_types.grad_accum_dtype",
+        lambda case: case.rounds_fp32_sums,
+    ),
+    Obstacle(
         "offload_optimizer.ratio is `{case.ratio}`, and `{case.optimizer_name}` steps in host "
         "memory only",
         "leave out ratio",

@@ -63,6 +63,8 @@ if TYPE_CHECKING:
 
 __all__ = ["OffloadZeroOptimizer"]
 
+# DeepSpeed 0.19.8 has memory for sums in fp32, where 0.19.6 and 0.19.7 have none.
+_HAS_FP32_SUMS = hasattr(DeepSpeedZeroOptimizer, "_use_compact_grad_partition_buffer")
 # What lies in device memory under CPU offload.
 _ON_DEVICE = (OffloadStateTypeEnum.lp_params, OffloadStateTypeEnum.lp_grads)
 
@@ -161,9 +163,7 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         self.param_buffer_of_bit16_for_cpu_offload_groups: list[torch.Tensor] = []
         self.temp_grad_buffer_for_cpu_offload = self.temp_grad_buffer_for_gpu_offload = None
         self._is_alone = dist.get_world_size(group=self.dp_process_group) == 1
-        sums_apart = [
-            self._use_compact_grad_partition_buffer(group) for group in range(len(self._masters))
-        ]
+        sums_apart = [self._sums_apart(group) for group in range(len(self._masters))]
         # Sums in fp32 are added up where reductions end, those of sequence parallelism are more
         # than averages, and some reductions round also where they add nothing up.
         self._is_unreduced = (
@@ -316,12 +316,36 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             self.micro_step_id += 1
             self.ready_for_gradients: bool = True
 
+    def _sums_apart(self, group: int) -> bool:
+        """Whether DeepSpeed sums the gradients of a group in fp32, in memory of its own.
+
+        Releases without that round such sums, and do not get here (`Case.rounds_fp32_sums`).
+        """
+        return _HAS_FP32_SUMS and bool(self._use_compact_grad_partition_buffer(group))
+
     def reduce_independent_p_g_buckets_and_remove_grads(self, param: Any, i: int) -> None:
         """The gradient of a parameter is there."""
         if not self._is_unreduced:
+            self._keep_unbucketed(param)
             super().reduce_independent_p_g_buckets_and_remove_grads(param, i)
         elif param.numel() > 0 and getattr(param, "ds_grad_is_ready", True):
             self.copy_grads_in_partition(param, i)
+
+    def _keep_unbucketed(self, param: Any) -> None:
+        """Has memory outlast the reduction that reads it, of a gradient larger than a bucket.
+
+        The releases without fp32 sums free it when the reduction is launched.
+        """
+        if (
+            not _HAS_FP32_SUMS
+            and self.overlap_comm
+            and self._partitions.device.type == "cuda"
+            and param.numel() > self.reduce_bucket_size
+        ):
+            grad = self.get_param_gradient_attribute(param)
+            # None where a module computes its gradient piece by piece.
+            if grad is not None:
+                grad.record_stream(self.reduction_stream)
 
     def reduce_ipg_grads(self, comm_dtype: torch.dtype | None = None) -> None:
         """Reduces what is in buckets."""
@@ -353,7 +377,7 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         group, source, _, numel = self.grad_position[param_id]
         fragment = self._fragment(param)
         is_last = self.is_gradient_accumulation_boundary()
-        if self._use_compact_grad_partition_buffer(group):
+        if self._sums_apart(group):
             rank = dist.get_rank(group=self.real_dp_process_group[group])
             total = self._get_compact_grad_partition_slice(group, rank, param_id, numel)
             self._partitions.gradients.add(fragment, total, is_owned=True, is_total=True)

@@ -582,7 +582,10 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
             if self._fetcher is not None:
                 self._round.check_gathered(self._fetcher.forget_order)
             self.overflow = not math.isfinite(norm)
-            if self._loss_scale_update_and_overflow_cleanup():
+            self._update_scale(self.overflow)
+            if self.overflow:
+                self._global_grad_norm: Any = math.inf
+                self._overflow_clean_up(scale)
                 # It has called `zero_grad`, which keeps complete ones.
                 self._drop_gradients()
                 return
