@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = [
     "FINGERPRINTS",
     "MOMENTS",
-    "Memory",
+    "Allocate",
     "State",
     "adam_tensor",
     "convert",
@@ -111,11 +111,11 @@ def zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
     return tensor_on(_core.Buffer(nbytes)).view(dtype)
 
 
-Memory: TypeAlias = Callable[[int, torch.dtype], torch.Tensor]
+Allocate: TypeAlias = Callable[[int, torch.dtype], torch.Tensor]
 """Gives memory for so many elements of a dtype, as a 1-D tensor."""
 
 
-def _part(param: torch.Tensor, part: _Part, memory: Memory = zeros) -> torch.Tensor:
+def _part(param: torch.Tensor, part: _Part, memory: Allocate = zeros) -> torch.Tensor:
     """A part of fresh state, all zeros, unless `memory` gives other."""
     if part.length is None:
         piece = local(param)
@@ -219,7 +219,7 @@ def new(param: torch.Tensor, moments: str) -> State:
     return {"step": step_tensor(0), **{part.name: _part(param, part) for part in parts}}
 
 
-def placed(param: torch.Tensor, moments: str, memory: Memory) -> State:
+def placed(param: torch.Tensor, moments: str, memory: Allocate) -> State:
     """The parts of the state of `param`, without `step`, in `memory`; fingerprints are zeros."""
     parts = (*_MOMENTS[moments], *_MASTERS[param.dtype])
     return {

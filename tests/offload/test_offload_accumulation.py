@@ -13,8 +13,8 @@ import stepwell
 import torch
 from offload_cases import assert_equal, loss_of, pair, small, train
 from optim_cases import DTYPES, LAYOUT_IDS, LAYOUTS, SPECIALS, bits
-from stepwell.store import accumulation
-from stepwell.store.accumulation import HostCollector
+from stepwell.store import host_collector
+from stepwell.store.host_collector import HostCollector
 from stepwell.store.twins import Twins
 
 
@@ -510,7 +510,7 @@ def test_bad_options_are_refused():
 def test_sums_are_made_beside_the_device_of_the_parameters(monkeypatch):
     """Parameters that come later may be elsewhere than those that have gone."""
     made = []
-    monkeypatch.setattr(accumulation, "Adder", made.append)
+    monkeypatch.setattr(host_collector, "Adder", made.append)
     collector = HostCollector(Twins(), None, str)
     for device in ("cpu", "meta", "meta"):
         collector.watch(torch.nn.Parameter(torch.ones(3, device=device)))

@@ -12,7 +12,7 @@ from stepwell.deepspeed.zero import gradients
 from stepwell.deepspeed.zero.fragment import Fragment
 from stepwell.deepspeed.zero.partition import Partition
 from stepwell.deepspeed.zero.partitions import Partitions
-from stepwell.store import accumulation
+from stepwell.store import host_collector
 from stepwell.store.adder import Adder
 from stepwell.store.reads import Reads
 
@@ -180,7 +180,7 @@ def test_additions_have_ended_when_partitions_are_gone(partitions):
 
 
 def test_additions_have_ended_when_the_host_sides_are_unpinned(monkeypatch):
-    monkeypatch.setattr(accumulation, "Adder", LateAdder)
+    monkeypatch.setattr(host_collector, "Adder", LateAdder)
     first, second = (torch.nn.Parameter(torch.ones(4)) for _ in range(2))
     optimizer = stepwell.OffloadAdamW([first], accumulate="host", threads=1)
     first.sum().backward()
@@ -191,7 +191,7 @@ def test_additions_have_ended_when_the_host_sides_are_unpinned(monkeypatch):
 
 
 def test_additions_have_ended_when_they_are_stepped(monkeypatch):
-    monkeypatch.setattr(accumulation, "Adder", LateAdder)
+    monkeypatch.setattr(host_collector, "Adder", LateAdder)
     ours, theirs = pair(accumulate="host", threads=1)
     for each in (ours, theirs):
         train(*each, 2)

@@ -89,8 +89,8 @@ def test_the_memory_of_some_is_whole_pages():
     twins.add(params[3:])
     weights, grads = twins[params[0]].buffers
     others = twins[params[3]].buffers
-    assert twins.spans(params, "weight") == [(weights, 0, 3 * 4096), (others[0], 0, 4096)]
-    assert twins.spans(params[1:], "grad") == [(grads, 4096, 3 * 4096), (others[1], 0, 4096)]
+    assert twins.byte_ranges(params, "weight") == [(weights, 0, 3 * 4096), (others[0], 0, 4096)]
+    assert twins.byte_ranges(params[1:], "grad") == [(grads, 4096, 3 * 4096), (others[1], 0, 4096)]
     # What is between them belongs to neither.
-    assert twins.spans(params[::3], "grad") == [(grads, 0, 4096), (others[1], 0, 4096)]
-    assert Twins(have_gradients=False).spans([], "grad") == []
+    assert twins.byte_ranges(params[::3], "grad") == [(grads, 0, 4096), (others[1], 0, 4096)]
+    assert Twins(have_gradients=False).byte_ranges([], "grad") == []

@@ -39,9 +39,9 @@ from stepwell.offload.options import Accumulate, check_options
 from stepwell.optim import AdamW, Moments
 from stepwell.ranks import sharded_state
 from stepwell.ranks.sharding import Shard, Sharding, UpdateFacts, awaited, open_sharding
-from stepwell.store.accumulation import WHY_NAN, HostCollector
 from stepwell.store.background import Background
 from stepwell.store.gradients import DeviceCollector
+from stepwell.store.host_collector import WHY_NAN, HostCollector
 from stepwell.store.host_side import HostSide
 from stepwell.store.norm import CLIP_EPS, gradient_norm
 from stepwell.store.residents import Residents

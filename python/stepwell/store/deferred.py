@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "INTERVAL_MAX",
+    "DeferralBytes",
     "Deferred",
     "Extents",
-    "Memory",
     "deferred_core",
     "memory_of",
 ]
@@ -129,7 +129,7 @@ class Extents(NamedTuple):
         )
 
 
-class Memory(NamedTuple):
+class DeferralBytes(NamedTuple):
     """What deferred updates take, in bytes."""
 
     gradients: int
@@ -147,7 +147,7 @@ class Memory(NamedTuple):
         return self.gradients + self.predicted + self.staging
 
 
-def memory_of(extents: Extents, deferred: Deferred) -> Memory:
+def memory_of(extents: Extents, deferred: Deferred) -> DeferralBytes:
     """What deferred updates of these tensors take."""
     numels, dtypes, row_lens = extents
     gradients, predicted = _core.deferral_nbytes(numels, dtypes, deferred.interval)
@@ -156,7 +156,7 @@ def memory_of(extents: Extents, deferred: Deferred) -> Memory:
         selected, staging = _core.selection_nbytes(
             numels, dtypes, deferred.interval, row_lens, fraction=deferred.fraction
         )
-    return Memory(gradients, predicted if deferred.predict else 0, selected, staging)
+    return DeferralBytes(gradients, predicted if deferred.predict else 0, selected, staging)
 
 
 def deferred_core(

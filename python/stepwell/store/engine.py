@@ -171,10 +171,10 @@ class Engine(Uploads):
             # What waits for a drive waits little longer for a copy. Sums come up and go down again
             # in each backward.
             pinned = [param for param in self._params if param not in swapped]
-            for span in twins.spans(pinned, "weight"):
-                self._core.pin(*span)
-            for span in twins.spans(self._params if sums_on_host else pinned, "grad"):
-                self._core.pin(*span)
+            for piece in twins.byte_ranges(pinned, "weight"):
+                self._core.pin(*piece)
+            for piece in twins.byte_ranges(self._params if sums_on_host else pinned, "grad"):
+                self._core.pin(*piece)
         note_pinned(self, self._core.pinned_nbytes)
         self.seconds_waited = 0.0
         """How long forwards have waited for weights since the last step."""

@@ -49,8 +49,8 @@ that launches the backward; more leaves more of them to the step."""
 class DeviceCollector:
     """Brings the gradients of a step to the host: a copy of each, in the backward or in the step.
 
-    Autograd adds those of several backwards on the device. `HostCollector` (`accumulation`) has the
-    same calls.
+    Autograd adds those of several backwards on the device. `HostCollector` has the same calls
+    (`host_collector`).
 
     Args:
         twins: the host sides of the parameters.

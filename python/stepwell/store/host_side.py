@@ -20,7 +20,7 @@ from stepwell import _core, _state
 from stepwell._budget import GIB, announce, share_of_free_bytes
 from stepwell._sharding import is_dtensor, local
 from stepwell._tensors import Written, check_param
-from stepwell.store.deferred import Extents, Memory, memory_of
+from stepwell.store.deferred import DeferralBytes, Extents, memory_of
 from stepwell.store.residents import Residents
 from stepwell.store.sharded_volume import fetch_rows
 from stepwell.store.twins import Twins
@@ -187,10 +187,10 @@ class HostSide:
         """Bytes of what an engine has for deferral; it gives them back when it ends."""
         return self._deferral(()).pinned if has_engine else 0
 
-    def _deferral(self, params: Sequence[torch.Tensor]) -> Memory:
+    def _deferral(self, params: Sequence[torch.Tensor]) -> DeferralBytes:
         """What deferred updates take, of all parameters with these."""
         if self.deferred is None:
-            return Memory(0, 0, 0, 0)
+            return DeferralBytes(0, 0, 0, 0)
         return memory_of(Extents.of([*self.twins, *params]), self.deferred)
 
     def admit(

@@ -2,7 +2,7 @@
 
 - It reads as NaN, or as zero once it was zeroed; so do its views.
 - `zero_()` in its various forms (`zero_grad(set_to_none=False)`, `_foreach_zero_`, by way of
-  `.data`) sets `is_zeroed`. The holder of the gradient (`accumulation`) zeroes the sum then.
+  `.data`) sets `is_zeroed`. The holder of the gradient (`host_collector`) zeroes the sum then.
 - It may be moved to another device and back, as modules move gradients with their parameters. The
   sum stays where it is.
 - Everything else that would change it raises, with a hint: the gradient itself is not there.

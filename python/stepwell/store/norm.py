@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["CLIP_EPS", "gradient_norm", "norms_of"]
+__all__ = ["CLIP_EPS", "gradient_norm"]
 
 CLIP_EPS = 1e-6
 """Added to the norm that gradients are clipped by, as torch's clip_grad_norm_ and DeepSpeed do."""
@@ -47,7 +47,7 @@ def gradient_norm(
         read: brings the one number to the host, perhaps with others that are wanted there.
     """
     pieces = [local(grad) for grad in grads]
-    squares = norms_of(pieces, device, torch.float32).double().square()
+    squares = _norms(pieces, device, torch.float32).double().square()
     shares = _shares(params)
     sums = [share.over_ranks(squares) for share in shares]
     squared_norm = read(reduce(torch.add, sums))
@@ -60,7 +60,7 @@ def gradient_norm(
     return math.sqrt(squared_norm)
 
 
-def norms_of(
+def _norms(
     pieces: Sequence[torch.Tensor], device: torch.device, dtype: torch.dtype
 ) -> torch.Tensor:
     """The 2-norm of each of `pieces`, a vector of `dtype` on `device`, where they are.
@@ -126,5 +126,5 @@ def _wide(pieces: Sequence[torch.Tensor], share: _Share, device: torch.device) -
     squares = torch.zeros(len(pieces), dtype=torch.float64, device=device)
     if indices:
         of_share = [pieces[index] for index in indices]
-        squares[list(indices)] = norms_of(of_share, device, torch.float64).square()
+        squares[list(indices)] = _norms(of_share, device, torch.float64).square()
     return squares

@@ -43,7 +43,7 @@ class Place(torch.Tensor):
         return f"<state on a volume, shape={tuple(self.shape)}, dtype={self.dtype}>"
 
 
-def addresses_for(lay_out: Callable[[_state.Memory], None]) -> _core.AddressSpace:
+def addresses_for(lay_out: Callable[[_state.Allocate], None]) -> _core.AddressSpace:
     """Addresses for all state that `lay_out` asks for, where it then is.
 
     Args:

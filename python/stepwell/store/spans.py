@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     import torch
 
     from stepwell.ranks.shares import Shares
-    from stepwell.store.accumulation import HostCollector
     from stepwell.store.background import Background
     from stepwell.store.gradients import DeviceCollector
+    from stepwell.store.host_collector import HostCollector
     from stepwell.store.host_side import HostSide
     from stepwell.store.residents import Residents
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from stepwell.store.accumulation import HostCollector
 from stepwell.store.deferred_steps import DeferralMetrics, DeferredSteps, StepKind
+from stepwell.store.host_collector import HostCollector
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -42,17 +42,17 @@ class Steps:
     ) -> None:
         self._host, self._collector, self._background = host, collector, background
         deferred = host.deferred
-        self._deferred: DeferredSteps | None = None
+        self._chooser: DeferredSteps | None = None
         if deferred is not None:
             why = background.why_unseen
-            self._deferred = DeferredSteps(deferred.warmup_steps, why=why)
+            self._chooser = DeferredSteps(deferred.warmup_steps, why=why)
         # What was decided of the coming step.
         self._kind = StepKind.EXACT
 
     def excuse_next(self) -> None:
         """The next step is exact for what this one was, not for a look at a weight."""
-        if self._deferred is not None:
-            self._deferred.excuse()
+        if self._chooser is not None:
+            self._chooser.excuse()
 
     def decide(self, looked: Looked) -> None:
         """Decides whether the step is deferred, and scores channels of which some may be selected.
@@ -61,13 +61,13 @@ class Steps:
         """
         self._kind = StepKind.EXACT
         engine, number = self._background.engine, looked.number
-        if self._deferred is None or number == 0 or engine is None:
+        if self._chooser is None or number == 0 or engine is None:
             return
         selector = engine.selector
         if selector is not None and selector.needs_exact:
             engine.make_exact()
         is_seen = self._background.sees_forwards
-        kind = self._deferred.decide(number, is_seen=is_seen, is_settled=engine.is_settled)
+        kind = self._chooser.decide(number, is_seen=is_seen, is_settled=engine.is_settled)
         self._kind = kind
         if selector is None:
             return
@@ -167,8 +167,8 @@ class Steps:
             num_settled=num_settled,
             **options,
         )
-        if self._deferred is not None:
-            self._deferred.note(kind)
+        if self._chooser is not None:
+            self._chooser.note(kind)
 
     def timing(self) -> dict[str, float]:
         """What the engine and the bus took for the last step, as `OffloadAdamW.timing` has it.

@@ -238,7 +238,7 @@ class Swapped:
         )
 
     def _place(self, weights: Mapping[torch.Tensor, torch.Tensor]) -> None:
-        def lay_out(memory: _state.Memory) -> None:
+        def lay_out(memory: _state.Allocate) -> None:
             for param, weight in weights.items():
                 piece = local(weight)
                 self._weights[param] = memory(piece.numel(), piece.dtype)

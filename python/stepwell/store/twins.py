@@ -54,7 +54,7 @@ class Twin:
     """Of the same."""
     buffers: tuple[_core.Buffer, ...]
     """The memory of `weight` and `grad`, and of others that were added with them."""
-    span: tuple[int, int]
+    byte_range: tuple[int, int]
     """Which bytes of each of them."""
     checksums: torch.Tensor | None = None
     """Of the weight on the device when it was that of the host last (`contents`); None: it never
@@ -136,7 +136,7 @@ class Twins:
         """Bytes of their memory."""
         return sum(buffer.nbytes for buffer in self.buffers)
 
-    def spans(
+    def byte_ranges(
         self, params: Iterable[torch.Tensor], side: Literal["weight", "grad"]
     ) -> list[tuple[_core.Buffer, int, int]]:
         """The memory of weights or gradients of `params`: a buffer, and which bytes of it.
@@ -148,7 +148,7 @@ class Twins:
         for param in params:
             twin = self._twins[id(param)]
             for buffer in twin.buffers[index : index + 1]:
-                begin, end = twin.span
+                begin, end = twin.byte_range
                 if found and found[-1][0] is buffer and found[-1][2] == begin:
                     begin = found.pop()[1]
                 found.append((buffer, begin, end))
@@ -178,8 +178,8 @@ class Twins:
             if len(memories) == 1:
                 places.append(untouched[: piece.nbytes])
             weight, grad = (place.view(piece.dtype).view(piece.shape) for place in places)
-            span = begin, begin + self._aligned(piece.nbytes)
-            begin = span[1]
+            byte_range = begin, begin + self._aligned(piece.nbytes)
+            begin = byte_range[1]
             self._twins[id(param)] = Twin(
                 param=param,
                 weight=like(param, weight),
@@ -189,7 +189,7 @@ class Twins:
                 shape=local(param).shape,
                 nbytes=local(param).nbytes,
                 buffers=buffers,
-                span=span,
+                byte_range=byte_range,
             )
         for param in params:
             local(self._twins[id(param)].weight).copy_(self.piece(param))

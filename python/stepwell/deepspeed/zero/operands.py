@@ -147,7 +147,7 @@ class Operands:
         return 2 * master.numel() * (4 if is_fp32 else master.element_size())
 
     def new_state(
-        self, master: torch.Tensor, memory: _state.Memory = _state.zeros
+        self, master: torch.Tensor, memory: _state.Allocate = _state.zeros
     ) -> dict[str, Any]:
         """State of a partition that was never stepped.
 

@@ -104,7 +104,7 @@ class SwappedPartitions:
         self,
         volume: Volume,
         *,
-        new_state: Callable[[torch.Tensor, _state.Memory], _state.State],
+        new_state: Callable[[torch.Tensor, _state.Allocate], _state.State],
         identity: str,
         rank: int | None,
     ) -> None:
@@ -268,7 +268,7 @@ class SwappedPartitions:
         )
 
     def _place(self, partitions: Sequence[Partition]) -> _core.AddressSpace:
-        def lay_out(memory: _state.Memory) -> None:
+        def lay_out(memory: _state.Allocate) -> None:
             for group, each in enumerate(partitions):
                 numel = each.weight.numel()
                 if numel == 0:
@@ -578,7 +578,7 @@ def _call_all(calls: Iterable[partial[Any]]) -> None:
 def swapped_on(
     volume: Volume | None,
     params: object,
-    new_state: Callable[[torch.Tensor, _state.Memory], _state.State],
+    new_state: Callable[[torch.Tensor, _state.Allocate], _state.State],
 ) -> SwappedPartitions | None:
     """The state of this rank's partitions on `volume`; None without one.
 
