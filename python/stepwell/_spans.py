@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from stepwell import _core, _state
-from stepwell._binding import Rounding, bind
+from stepwell._binding import bind
 from stepwell._grads import checked_grad
 from stepwell._sharding import PLAIN, local
 from stepwell._tensors import Written, check_param
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     import torch
+
+    from stepwell._binding import Rounding
 
 __all__ = ["Spans"]
 
@@ -45,6 +47,7 @@ class Spans:
         new_states: dict[torch.Tensor, _state.State],
         labelled: Labelled,
         memory: Callable[[], Iterable[tuple[str, torch.Tensor]]],
+        rounding: Callable[[int, dict[str, Any], torch.Tensor], Rounding],
     ) -> _core.Look:
         """The gradients of the coming step, and all that it works with, checked in full.
 
@@ -54,6 +57,8 @@ class Spans:
             new_states: gets those that it has once the step is taken.
             labelled: names parameters.
             memory: gives all that a step may write, with its name.
+            rounding: of a parameter what its stochastic rounding follows from, by its place among
+                all parameters and its group.
 
         Raises:
             ValueError: the step cannot be done.
@@ -62,7 +67,7 @@ class Spans:
             [group["params"] for group in groups], states, [group["seed"] for group in groups]
         )
         if look.moved:
-            self._bind_each(look, groups, states, new_states, labelled)
+            self._bind_each(look, groups, states, new_states, labelled, rounding)
             # Raises where two of them share memory.
             Written(memory())
         for position in self.store.overlapping():
@@ -81,6 +86,7 @@ class Spans:
         states: Mapping[torch.Tensor, _state.State],
         new_states: dict[torch.Tensor, _state.State],
         labelled: Labelled,
+        rounding: Callable[[int, dict[str, Any], torch.Tensor], Rounding],
     ) -> None:
         """Gives the store what it has to know anew of the coming step.
 
@@ -109,7 +115,7 @@ class Spans:
                 piece=None if type(param) in PLAIN else local(param),
                 state=state,
                 moments=self._moments,
-                rounding=Rounding(groups[look.groups[position]]["seed"], ordinals[id(param)]),
+                rounding=rounding(ordinals[id(param)], groups[look.groups[position]], param),
                 label=named,
                 is_kept=grad is grads[position],
             )

@@ -10,6 +10,7 @@ import torch
 from torch._compile import _disable_dynamo
 
 from stepwell import _core, _state
+from stepwell._binding import Rounding
 from stepwell._checks import choice
 from stepwell._decision import NONFINITE, Facts, Nonfinite, Outcome, decide
 from stepwell._hyper import Hyper, hyper_of
@@ -294,11 +295,24 @@ class Adam(StateDicts):
             del error
         if is_taken:
             self._store.has_left = True
-            # State with no update counted is as none.
-            self.__dict__["state"].update(self._new_states)
-            self._new_states = {}
-            # All that can fail comes before the first change.
-            self._store.step([hyper.core(grad_scale) for hyper in self._hypers])
+            self._apply(grad_scale)
+
+    def _apply(self, grad_scale: float) -> None:
+        """Steps what was looked at last.
+
+        All that can fail comes before the first change.
+        """
+        # State with no update counted is as none.
+        self.__dict__["state"].update(self._new_states)
+        self._new_states = {}
+        self._store.step([hyper.core(grad_scale) for hyper in self._hypers])
+
+    def _rounding(self, ordinal: int, group: dict[str, Any], param: torch.Tensor) -> Rounding:
+        """What the stochastic rounding of a parameter follows from.
+
+        A state dict has all of it, so a resumed run rounds alike.
+        """
+        return Rounding(group["seed"], ordinal)
 
     def _look(self) -> _core.Look:
         """The gradients of the coming step, all that it works with checked in full.
@@ -311,7 +325,7 @@ class Adam(StateDicts):
         self._new_states = {}
         states = self.__dict__["state"]
         return self._spans_in_memory.look(
-            groups, states, self._new_states, self._labelled, self._memory
+            groups, states, self._new_states, self._labelled, self._memory, self._rounding
         )
 
     def _agree(self, *flags: bool) -> list[bool]:

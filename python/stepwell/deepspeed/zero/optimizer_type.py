@@ -53,7 +53,7 @@ class _UnderZeRO(optim.Adam):
         """What DeepSpeed asks its own optimizer for: whether the moments are float32."""
         return self._moments == "fp32"
 
-    def _rounding(self, index: int, group: dict[str, Any], param: torch.Tensor) -> Rounding:
+    def _rounding(self, ordinal: int, group: dict[str, Any], param: torch.Tensor) -> Rounding:
         # ZeRO shows one partition at a time, each of them as the first parameter: their roundings
         # must differ all the same, and from those of other ranks, by a number that is the same when
         # the run is resumed.
