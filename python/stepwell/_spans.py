@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from stepwell._binding import Rounding
 
-__all__ = ["Spans"]
+__all__ = ["Labelled", "Spans"]
 
 Labelled: TypeAlias = "Callable[[], Iterable[tuple[torch.Tensor, str]]]"
 """Gives every parameter of the groups, in their order, with what errors call it."""

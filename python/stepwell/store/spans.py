@@ -14,7 +14,7 @@ was.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple
 
 from stepwell import _core, _state
 from stepwell._binding import Rounding, bind
@@ -22,11 +22,12 @@ from stepwell._sharding import PLAIN, piece_of
 from stepwell.store.grad_checks import check_in_place
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from typing import Any
 
     import torch
 
+    from stepwell._spans import Labelled
     from stepwell.ranks.shares import Shares
     from stepwell.store.background import Background
     from stepwell.store.gradients import DeviceCollector
@@ -35,9 +36,6 @@ if TYPE_CHECKING:
     from stepwell.store.residents import Residents
 
 __all__ = ["Looked", "Spans"]
-
-Labelled: TypeAlias = "Callable[[], Iterable[tuple[torch.Tensor, str]]]"
-"""Gives every parameter of the groups, in their order, with what errors call it."""
 
 
 class Looked(NamedTuple):

@@ -25,14 +25,14 @@ pub(super) struct Torch {
 
 /// Where the elements of a tensor are.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Layout {
-    pub(super) address: usize,
+struct Layout {
+    address: usize,
     /// None: it is none that is stepped.
-    pub(super) dtype: Option<Dtype>,
-    pub(super) numel: usize,
+    dtype: Option<Dtype>,
+    numel: usize,
     /// Whether they lie one after the other, in row-major order.
-    pub(super) is_contiguous: bool,
-    pub(super) is_cpu: bool,
+    is_contiguous: bool,
+    is_cpu: bool,
 }
 
 /// A dense run of floats.
@@ -101,7 +101,7 @@ pub(super) fn is_at(tensor: &Bound<'_, PyAny>, address: usize) -> bool {
 ///
 /// # Errors
 /// What torch raises: the tensor is sparse, or has no memory of its own.
-pub(super) fn layout(tensor: &Bound<'_, PyAny>) -> PyResult<Layout> {
+fn layout(tensor: &Bound<'_, PyAny>) -> PyResult<Layout> {
     let py = tensor.py();
     let read = reader(py)?;
     let mut found = DlTensor::EMPTY;
