@@ -153,19 +153,22 @@ def device_sums(partitions):
     return partitions.gradients._sums.values()
 
 
+def runs_of(partitions):
+    """Its spans, as their gradients are asked for."""
+    return partitions._runs
+
+
 def core_of_partitions(partitions):
     """The core's engine that steps them."""
-    return partitions._engine if hasattr(partitions, "_engine") else partitions._core
+    return partitions.engine.core
 
 
 def make_partitions_late(partitions):
     """No step begins before something waits for it, from now on. Returns what tells."""
-    late = LateEngine(core_of_partitions(partitions))
-    if hasattr(partitions, "_engine"):
-        partitions._engine = late
-    else:
+    partitions.engine._core = late = LateEngine(partitions.engine.core)
+    if hasattr(partitions.gradients, "_core"):
         # Their updates are deferred.
-        partitions._core = partitions.gradients._core = late
+        partitions.gradients._core = late
     return late
 
 

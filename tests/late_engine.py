@@ -22,31 +22,16 @@ class LateEngine:
     def __init__(self, engine):
         self.inner = engine
         """What takes the steps."""
-        self._submission = None
         self._may_gather = threading.Event()
         self.keep_busy = False
         """Whether it is busy for ever."""
         self.waits = []
         """The calls that have waited since the last step was submitted."""
-        self.stepped = []
-        """The tensors of the last step, in its order."""
-        if hasattr(engine, "hold"):
-            # Of steps that begin past this object.
-            engine.hold()
-
-    def submit(self, *args, **keywords):
-        self._may_gather.clear()
-        self.stepped = args[0] if args else []
-        self._submission = functools.partial(self.inner.submit, *args, **keywords)
-        self.waits = []
+        engine.hold()
 
     @property
     def is_late(self):
-        return self._submission is not None or self._is_held
-
-    @property
-    def _is_held(self):
-        return getattr(self.inner, "is_held", False)
+        return self.inner.is_held
 
     @property
     def busy(self):
@@ -58,16 +43,14 @@ class LateEngine:
 
     def begin(self):
         """The step begins, if it has not."""
-        if self._submission is not None:
-            submit, self._submission = self._submission, None
-            submit()
-        elif not self._is_held:
-            return
-        else:
+        if self.is_late:
             self.waits = []
-        if hasattr(self.inner, "let_begin"):
             self.inner.let_begin()
-        self.inner.release(stream=0)
+            self.inner.release(stream=0)
+
+    def hold_gathers(self):
+        """Of a step that is about to be submitted nothing is gathered before a wait."""
+        self._may_gather.clear()
 
     def begin_to_gather(self):
         """The step begins, and so does the gathering of its weights."""
@@ -94,12 +77,23 @@ def late_ranks(patched):
     Args:
         patched: a pytest.MonkeyPatch.
     """
-    from stepwell import _core
     from stepwell.ranks.gathering import Gatherer
+    from stepwell.store.engine import Engine
 
-    engine = _core.OffloadEngine
-    patched.setattr(_core, "OffloadEngine", lambda *args, **more: LateEngine(engine(*args, **more)))
-    made = Gatherer.__init__
+    making = Engine.__init__
+
+    def make(self, *args, **more):
+        making(self, *args, **more)
+        self._core = LateEngine(self._core)
+
+    patched.setattr(Engine, "__init__", make)
+    made, submission = Gatherer.__init__, Gatherer.submission
+
+    def submit(self, *args):
+        self.late.hold_gathers()
+        return submission(self, *args)
+
+    patched.setattr(Gatherer, "submission", submit)
 
     def init(self, core, *rest):
         made(self, core, *rest)

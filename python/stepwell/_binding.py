@@ -99,7 +99,6 @@ def bind(
         state=state,
         parts=[(name, state[name], piece) for name, piece in pieces.items()],
         piece=piece,
-        first=rounding.first,
         is_kept=is_kept and piece is None and not write_backs,
         write_backs=write_backs,
     )

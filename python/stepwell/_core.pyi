@@ -829,7 +829,7 @@ class Store:
         Adds parameters that are stepped beside a device, in the order of the engine's tensors.
         (Those in host memory are added where `look` finds them.)
         """
-    def bind(self, /, position: int, tensor: AdamTensor | None, grad: Any, *, state: Any, parts: Sequence[tuple[str, Any, Any]], piece: Any | None = None, first: int = 0, is_kept: bool = True, write_backs: Sequence[Any] = ...) -> None:
+    def bind(self, /, position: int, tensor: AdamTensor | None, grad: Any, *, state: Any, parts: Sequence[tuple[str, Any, Any]], piece: Any | None = None, uploads: bool = True, is_kept: bool = True, write_backs: Sequence[Any] = ...) -> None:
         """
         Binds what is at `position` of the last look.
 
@@ -842,8 +842,8 @@ class Store:
             parts: of the state what the step works with: its name, what the state has, and what
                 this rank has of that.
             piece: what is stepped of the parameter; None: the parameter itself.
-            first: of a parameter and its gradient, of which only some rows are stepped, the first
-                element.
+            uploads: whether the new weight goes to the device; else it stays in host memory, where
+                the step writes it.
             is_kept: whether the next step may go on with it.
             write_backs: what is called without arguments behind the step, functions of C.
 
@@ -894,7 +894,7 @@ class Store:
         The parameters whose weights come from the host with the step of the last look: its own, and
         those that are pending.
         """
-    def look(self, /, groups: Sequence[Sequence[Any]], states: Any | None, seeds: Any) -> Look:
+    def look(self, /, groups: Sequence[Sequence[Any]], states: Any | None, seeds: Any, *, grads: Sequence[Any] | None = None) -> Look:
         """
         Finds the gradients of the step that comes.
 
@@ -904,8 +904,11 @@ class Store:
                 changed.
             seeds: of each group, of its stochastic rounding. Where they have changed all is bound
                 anew.
+            grads: of each parameter of all groups its gradient; None in it: there is none. None:
+                they are what the parameters have as `grad`.
 
         Raises:
+            ValueError: other than as many gradients as parameters are given.
             Whatever torch raises of a tensor.
         """
     def note_settled(self, /) -> None:

@@ -420,14 +420,14 @@ def waits_after_a_step():
     from stepwell.deepspeed.zero.partitions import Partitions
 
     engine = initialize(Model(), offloaded())
-    waits, wait = [], Partitions.wait
+    waits, wait = [], Partitions.wait_for
 
     def counted(self, fragments):
         fragments = list(fragments)
         waits.append(len(fragments))
         return wait(self, fragments)
 
-    Partitions.wait = counted
+    Partitions.wait_for = counted
     try:
         for batch in vectors(STEPS):
             engine.backward(loss_of(engine, batch))
@@ -441,7 +441,7 @@ def waits_after_a_step():
             ]
             loss_of(engine, batch)
     finally:
-        Partitions.wait = wait
+        Partitions.wait_for = wait
     engine.destroy()
     return written, waits
 

@@ -441,7 +441,7 @@ def interrupted_twice(stage, where):
 
     first = release_of_sums(optimizer) if sums else (stepping.gradients, "norm")
     raise_once(*first, KeyboardInterrupt())
-    raise_once(stepping, "settle", KeyboardInterrupt())
+    raise_once(stepping, "end_left_step", KeyboardInterrupt())
     said = ""
     for batches in (vectors(count, first=50), vectors(1, first=60)):
         try:

@@ -112,23 +112,23 @@ def held(place, stage):
 
 
 def waited():
-    """Which fragments forwards have waited for in the third step, call by call.
+    """Which elements of groups forwards have waited for in the third step, call by call.
 
     And whether a read right after a step is of the new weight.
     """
-    from stepwell.deepspeed.zero.partitions import Partitions
+    from stepwell.store.engine import Engine
 
-    calls, wait = [], Partitions.wait
+    calls, wait = [], Engine.wait_for
 
-    def counting(self, fragments):
-        calls.append([tuple(fragment) for fragment in fragments])
-        return wait(self, calls[-1])
+    def counting(self, windows):
+        calls.append([(span, begin, end - begin) for span, begin, end in windows])
+        return wait(self, windows)
 
     engine = initialize(perceptron(), configuration(dtype="bf16"))
     train(engine, vectors(2), squared)
-    Partitions.wait = counting
+    Engine.wait_for = counting
     train(engine, vectors(1), squared)
-    Partitions.wait = wait
+    Engine.wait_for = wait
     weight = engine.module[0].weight
     read = weight.detach().clone()
     engine.optimizer.synchronize()

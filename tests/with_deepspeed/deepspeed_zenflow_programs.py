@@ -155,7 +155,7 @@ def program_zenflow_on_engine(result):
     # Every look sees all updates.
     weights = [param.detach().clone() for param in engine.module.parameters()]
     result["weights"], result["expected weights"] = weights, [*model.parameters()]
-    result["exact after a look"] = partitions_of(engine.optimizer).is_settled
+    result["exact after a look"] = partitions_of(engine.optimizer).engine.is_settled
     train(engine, vectors(3, first=STEPS), squared)
     result["late"] = not partitions_of(engine.optimizer).is_landed
     looked = safe_get_full_fp32_param(engine.module[0].weight)

@@ -2,9 +2,10 @@
 
 import stepwell
 import torch
+from insides import runs_of
 from stepwell.deepspeed.zero.operands import Operands
 from stepwell.deepspeed.zero.partition import Partition
-from stepwell.deepspeed.zero.partitions import Partitions, Update
+from stepwell.deepspeed.zero.partitions import Partitions
 
 BF16, FP32 = torch.bfloat16, torch.float32
 PRECISE = 1.0009765625
@@ -37,20 +38,14 @@ class Steps:
         self.operands = Operands(self.optimizer, 0)
 
     def take(self, grad_scale=1.0):
-        grads = self.partitions.stepped_grads()
-        operands = [
-            self.operands.of(group, group, master, grad, twin)
-            for group, (master, grad, twin) in enumerate(
-                zip(self.masters, grads, self.partitions.twins, strict=True)
-            )
-        ]
-        updates = [
-            Update(group, each.tensor, each.step, each.hyper.core(grad_scale))
-            for group, each in enumerate(operands)
-            if each.tensor is not None
-        ]
-        calls = self.partitions.prepare(updates, self.weights, [operands], grad_scale=grad_scale)
-        self.operands.commit(operands, calls)
+        self.partitions.end_last_step()
+        operands = {
+            group: self.operands.of(group, group, master)
+            for group, master in enumerate(self.masters)
+        }
+        prepared = self.partitions.prepare(operands, self.weights)
+        begun = self.operands.begun(operands.values())
+        self.partitions.submit(prepared, grad_scale=grad_scale, begun=begun)
         self.partitions.forget()
 
     def moments(self):
@@ -60,6 +55,7 @@ class Steps:
 
 def stepped(partitions):
     """What the coming step would take."""
-    grads = partitions.stepped_grads()
+    partitions.finish()
+    partitions.gradients.complete(partitions.engine.core)
     partitions.arrive()
-    return [grad.tolist() for grad in grads]
+    return [partitions.gradients.of(run).tolist() for run in runs_of(partitions)]

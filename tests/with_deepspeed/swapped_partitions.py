@@ -2,11 +2,11 @@
 
 import stepwell
 import torch
-from insides import make_partitions_late
+from insides import make_partitions_late, runs_of
 from stepwell import _core
 from stepwell.deepspeed.zero.operands import Operands
 from stepwell.deepspeed.zero.partition import Partition
-from stepwell.deepspeed.zero.partitions import Partitions, PartitionWork, Update
+from stepwell.deepspeed.zero.partitions import Partitions, PartitionWork
 from stepwell.deepspeed.zero.swapped import SwappedPartitions
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -47,6 +47,7 @@ class Run:
         **options,
     ):
         generator = torch.Generator().manual_seed(seed)
+        self.numels = numels
         self.weights = [torch.randn(each, generator=generator).to(weight) for each in numels]
         self.masters = [torch.empty(0, requires_grad=True) for _ in numels]
         self.optimizer = kind([{"params": [each]} for each in self.masters], lr=0.5, **options)
@@ -82,24 +83,18 @@ class Run:
     def step(self, number, *, before_submit=None):
         """Takes a step of gradients that depend on its number, and does not wait for it."""
         generator = torch.Generator().manual_seed(1000 + number)
-        grads = self.partitions.stepped_grads()
-        for grad in grads:
-            grad.copy_(torch.randn(grad.numel(), generator=generator))
-        operands = [
-            self.operands.of(group, group, master, grad, twin)
-            for group, (master, grad, twin) in enumerate(
-                zip(self.masters, grads, self.partitions.twins, strict=True)
-            )
-        ]
-        updates = [
-            Update(group, each.tensor, each.step, each.hyper.core(1.0))
-            for group, each in enumerate(operands)
-            if each.tensor is not None
-        ]
-        calls = self.partitions.prepare(updates, self.weights, [operands], grad_scale=1.0)
+        self.partitions.end_last_step()
+        for run, numel in zip(runs_of(self.partitions), self.numels, strict=True):
+            self.partitions.gradients.of(run).copy_(torch.randn(numel, generator=generator))
+        operands = {
+            group: self.operands.of(group, group, master)
+            for group, master in enumerate(self.masters)
+        }
+        prepared = self.partitions.prepare(operands, self.weights)
         if before_submit is not None:
             before_submit()
-        self.operands.commit(operands, calls)
+        begun = self.operands.begun(operands.values())
+        self.partitions.submit(prepared, grad_scale=1.0, begun=begun)
         self.partitions.forget()
 
     def steps(self, count, first=0):

@@ -8,7 +8,7 @@ import itertools
 import pytest
 import torch
 from insides import core_of_partitions, lane_of, make_partitions_late
-from partition_cases import BF16, FP32, PRECISE, Steps, full, opened, partition
+from partition_cases import BF16, FP32, PRECISE, Steps, full, opened, partition, stepped
 from stepwell.deepspeed.zero import gradients as gradients_module
 from stepwell.deepspeed.zero import partitions as partitions_module
 from stepwell.deepspeed.zero.fragment import Fragment
@@ -120,21 +120,21 @@ def test_behind_a_step_that_was_refused_waits_are_for_the_last_one(monkeypatch):
     late = make_partitions_late(partitions)
 
     def refuse(*_, **__):
-        assert partitions.wait([fragment]) is False
+        assert partitions.wait_for([fragment]) is False
         raise ValueError("refused")
 
     steps.take()
-    assert partitions.wait([fragment]) is True
+    assert partitions.wait_for([fragment]) is True
     with monkeypatch.context() as patched, pytest.raises(ValueError, match="refused"):
-        patched.setattr(late, "submit", refuse)
+        patched.setattr(partitions.engine, "submit", refuse)
         steps.take()
-    partitions.settle()
+    partitions.end_left_step()
     partitions.drop()
-    assert partitions.wait([fragment]) is True
+    assert partitions.wait_for([fragment]) is True
     steps.take()
     assert partitions.is_busy
     assert not partitions.has_ended()
-    partitions.settle()
+    partitions.end_left_step()
     assert not late.is_late
     assert partitions.has_ended()
 
@@ -196,35 +196,16 @@ def test_host_memory_is_bounded_also_for_gradients_that_are_set():
         partitions.gradients.set_gradient(Fragment(0, 0, 4), full(4, PRECISE, FP32))
         if is_refused:
             with pytest.raises(ValueError, match="`256` bytes"):
-                partitions.stepped_grads()
+                stepped(partitions)
         else:
-            (grad,) = partitions.stepped_grads()
+            stepped(partitions)
+            (grad,) = partitions.gradients.owners[1].values()
             # It is taken once.
-            assert partitions.stepped_grads()[0] is grad
+            stepped(partitions)
+            assert partitions.gradients.owners[1][0] is grad
             partitions.drop()
-            assert partitions.stepped_grads() == partitions.gradients.grads
+            stepped(partitions)
             assert partitions.gradients.owners[1] == {}
-
-
-def test_memory_is_pinned_where_it_crosses_the_bus(monkeypatch):
-    asked, memory = [], partitions_module.host_memory
-
-    def noted(engine, numel, dtype, *, is_pinned):
-        asked.append((dtype, is_pinned))
-        return memory(engine, numel, dtype, is_pinned=is_pinned)
-
-    monkeypatch.setattr(partitions_module, "host_memory", noted)
-    crossing = {
-        (BF16, False): [(FP32, False), (BF16, True), (BF16, True)],
-        (FP32, False): [(FP32, True), (BF16, True)],
-        (BF16, True): [(FP32, False), (BF16, True)],
-        (FP32, True): [(FP32, False), (BF16, True)],
-    }
-    for (weight, offloaded), expected in crossing.items():
-        for is_pinned in (True, False):
-            asked.clear()
-            opened(partition(8, weight=weight, offloaded=offloaded), is_pinned=is_pinned)
-            assert asked == [(dtype, pins and is_pinned) for dtype, pins in expected]
 
 
 @pytest.mark.parametrize("weight", [BF16, FP32])
@@ -244,7 +225,7 @@ def test_gradients_are_let_go_of_at_the_end():
     for is_last in (False, True):
         gradients.collect(Fragment(0, 0, 4), full(4, 1.0), is_owned=False, is_last=is_last)
     gradients.set_gradient(Fragment(0, 0, 4), full(4, PRECISE, FP32))
-    partitions.stepped_grads()
+    stepped(partitions)
     partitions.end()
     assert gradients.grads == partitions.twins == []
     assert gradients.owners == [[], {}]

@@ -866,7 +866,9 @@ class OffloadAdamW(AdamW):
     def _contents(self) -> Contents:
         """What tells of writes: behind what another optimizer has under way of these weights."""
         wait_for(self._twins)
-        return self._background.opened().contents
+        contents = self._background.opened().contents
+        assert contents is not None
+        return contents
 
     def _norm_and_written(self, looked: Looked) -> tuple[float, list[torch.Tensor]]:
         """The norm of the gradients, and the parameters whose weights the program has written."""

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 
 from stepwell._sharding import is_dtensor
 from stepwell.access.gate import LANDING_BYTES_MAX, Gate
+from stepwell.store.deferred import Extents
 from stepwell.store.deferred_steps import COMPILED
 from stepwell.store.engine import Engine
-from stepwell.store.rank_engine import RankEngine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -92,33 +92,42 @@ class Background:
             OSError: the device or the memory cannot be had.
         """
         if self.engine is None:
-            device, twins, swapped = self._host.device, self._twins, self._host.swapped
-            engine: Engine
-            if self._sharding is None:
-                engine = Engine(
-                    device,
-                    twins,
-                    twins,
-                    self._threads,
-                    self._deferred,
-                    swapped,
-                    label=self._label,
-                    sums_on_host=self._host.sums_on_host,
-                    threads_share=self._host.hosted_share,
-                    lock=self._lock,
-                )
-            else:
-                engine = RankEngine(
-                    self._sharding, device, twins, twins, self._threads, swapped, self._lock
-                )
+            engine = self._made()
             gate = self._gate
             # What is deferred is applied by each rank for itself; its forwards are collective.
-            if self._deferred is not None and any(is_dtensor(param) for param in twins):
+            if self._deferred is not None and any(map(is_dtensor, self._twins)):
                 gate = None
             if gate is not None:
-                gate.attach(twins, engine)
+                gate.attach(self._twins, engine)
             self.engine, self.gate = engine, gate
         return self.engine
+
+    def _made(self) -> Engine:
+        """The engine of all parameters that there are."""
+        twins, swapped, deferred = self._twins, self._host.swapped, self._deferred
+        params = list(twins)
+        tier = None
+        if swapped is not None and swapped.core is not None:
+            tier = {"swap": swapped.core, "swapped": swapped.indices(params)}
+        extents = Extents.of(params)
+        engine = Engine(
+            self._host.device,
+            params,
+            extents._replace(numels=[twins.weight_numel(param) for param in params]),
+            twins=twins,
+            threads=self._threads,
+            threads_share=self._host.hosted_share,
+            deferred=deferred,
+            tier=tier,
+            label=self._label,
+            lock=self._lock,
+        )
+        # What waits for a drive waits little longer for a copy. Sums come up and go down again in
+        # each backward.
+        pinned = [param for param in params if swapped is None or param not in swapped]
+        engine.pin(twins.byte_ranges(pinned, "weight"))
+        engine.pin(twins.byte_ranges(params if self._host.sums_on_host else pinned, "grad"))
+        return engine
 
     @property
     def open_gate(self) -> Gate | None:

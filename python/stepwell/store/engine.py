@@ -1,5 +1,9 @@
 """The core's offload engine over torch tensors: streams, addresses, and the memory behind them.
 
+It steps *spans*: each has one state in host memory, and a weight on the device. A parameter is one
+of its own. Of a partition of ZeRO it is all of it; or, where updates are deferred, what lies of one
+parameter in it. What waits for a parameter waits for *windows*: the elements of spans that are its.
+
 - The core holds the storage of every tensor that a copy or a step reads or writes until that has
   ended. So a gradient may be dropped, a state replaced, and a parameter given other memory at any
   time. Gradients may be written in place, and their storage freed, by what comes on a stream that
@@ -27,23 +31,23 @@ from stepwell._streams import current_stream, device_name, stream_of
 from stepwell.access.guard import Uploads
 from stepwell.access.under_way import without_waiting
 from stepwell.store.contents import Contents
-from stepwell.store.deferred import Extents, deferred_core
+from stepwell.store.deferred import deferred_core
 from stepwell.store.selection import Selector
 from stepwell.store.wait_order import WaitOrder
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from stepwell._state import State
-    from stepwell.store.deferred import Deferred
+    from stepwell.access.guard import UnderWayIn
+    from stepwell.store.deferred import Deferred, Extents
     from stepwell.store.selection import Selected
-    from stepwell.store.swapped import Swapped
     from stepwell.store.twins import Twins
 
 _LOGGER = logging.getLogger(__name__)
 
-__all__ = ["Engine", "Submitted"]
+__all__ = ["Engine", "Submitted", "Window"]
 
 
 def _close(core: _core.OffloadEngine, store: _core.Store) -> None:
@@ -56,129 +60,143 @@ def _close(core: _core.OffloadEngine, store: _core.Store) -> None:
     store.note_settled()
 
 
+class Window(NamedTuple):
+    """Elements of a span, which something waits for by themselves."""
+
+    span: int
+    """Its number."""
+    begin: int
+    """The first element, within the span."""
+    end: int
+    """Behind the last one."""
+
+
 class Submitted(NamedTuple):
     """What is to be known of a step from the moment on in which it has begun."""
 
     stream: int
     """The stream that it began on."""
-    swapping: list[tuple[torch.Tensor, State, State]]
+    swapping: Sequence[tuple[torch.Tensor, State, State]] = ()
     """State that it has written to the volume: of each parameter as it was, and as it is then."""
-    params: list[torch.Tensor]
+    params: Sequence[torch.Tensor] = ()
     """What it steps."""
-    verified: list[torch.Tensor]
+    verified: Sequence[torch.Tensor] = ()
     """Of these the ones whose fingerprints it verifies, and takes."""
 
 
 class Engine(Uploads):
-    """Steps `params`, whose host sides are `twins`, beside `device`.
+    """Steps spans beside a device, in the background.
 
     Args:
-        device: where the parameters are.
-        params: the parameters, in the order in which the forward uses them. Where some are
-            DTensors, steps learn the order from waits (`wait_order`).
-        twins: their host sides, which are pinned, but for those whose state is on a volume.
+        device: where the weights are.
+        spans: a tensor that stands for each span, in the order of the forward: a parameter, or one
+            of its own.
+        extents: of the same spans.
+        windows: of each parameter those that it waits for; None: the spans are the parameters.
+        twins: the host sides of parameters, which programs may write on the device; None: the
+            caller has the memory, and what is written there is not looked for.
         threads: workers that step; None: as `OffloadEngine` has it.
         threads_share: which share of these step where updates are deferred. A part of a model takes
             as long with that part of them as the whole with all, and leaves cores.
-        lock: what a thread has that submits a step or settles; None: one of its own.
         deferred: which updates are deferred; None: none is.
-        swapped: the state that is on a volume; None: none is.
+        tier: what has the state of some spans, as the core is told it; None: nothing has.
         label: what errors call a parameter whose updates are deferred.
-        sums_on_host: whether gradients of several backwards are summed in host memory. Then the
-            host sides of all gradients are pinned.
+        lock: what a thread has that submits a step or settles; None: one of its own.
 
     Raises:
-        OSError: the device cannot be had, or refuses to pin.
+        OSError: the device cannot be had.
     """
 
     def __init__(
         self,
         device: torch.device,
-        params: Iterable[torch.Tensor],
-        twins: Twins,
-        threads: int | None,
-        deferred: Deferred | None = None,
-        swapped: Swapped | None = None,
+        spans: Sequence[torch.Tensor],
+        extents: Extents,
         *,
-        label: Callable[[torch.Tensor], str] = str,
-        sums_on_host: bool = False,
+        windows: Mapping[torch.Tensor, Sequence[Window]] | None = None,
+        twins: Twins | None = None,
+        threads: int | None = None,
         threads_share: float = 1.0,
+        deferred: Deferred | None = None,
+        tier: Mapping[str, Any] | None = None,
+        label: Callable[[torch.Tensor], str] = str,
         lock: AbstractContextManager[object] | None = None,
     ) -> None:
         self._device = device
         self._twins = twins
-        self._params = list(params)
-        # By the parameter's id (`twins`).
-        self._indices = {id(param): index for index, param in enumerate(self._params)}
-        self._order = WaitOrder(len(self._params))
-        # Of the step that comes.
-        self._places: list[int] | None = None
-        self._is_sharded = any(map(is_dtensor, self._params))
-        # They own the memory of all twins.
-        self._buffers = twins.buffers
-        self._numels = [twins.weight_numel(param) for param in self._params]
+        self._spans = list(spans)
+        self._indices = {id(span): index for index, span in enumerate(self._spans)}
+        if windows is None:
+            windows = {
+                span: [Window(index, 0, extents.numels[index])]
+                for index, span in enumerate(self._spans)
+            }
+        self._params = list(windows)
+        # By the parameter's id (`twins`): the hash of a tensor is a function in Python.
+        self._windows = {id(param): list(parts) for param, parts in windows.items()}
+        self._order = WaitOrder(len(self._spans))
+        self._is_sharded = any(map(is_dtensor, self._spans))
         self._deferred = deferred
         self._label = label
         self.selector: Selector[torch.Tensor] | None = None
         """Chooses the channels that are stepped on the device; None: none is."""
         self.selected_bytes = 0
         """Device memory for their state."""
-        tier: dict[str, Any] = {}
-        if swapped is not None and swapped.core is not None:
-            tier = {"swap": swapped.core, "swapped": swapped.indices(self._params)}
         if deferred is None:
             self._core = _core.OffloadEngine(
-                device_name(device), self._numels, threads=threads, **tier
+                device_name(device), extents.numels, threads=threads, **(tier or {})
             )
         else:
             self._core, self.selected_bytes = deferred_core(
-                device,
-                device_name(device),
-                Extents.of(self._params),
-                deferred,
-                threads,
-                tier,
-                threads_share,
+                device, device_name(device), extents, deferred, threads, tier, threads_share
             )
             if self.selected_bytes:
                 segments = self._core.selectable()
-                self.selector = Selector(segments, self._params, deferred.reselect, device)
+                self.selector = Selector(segments, self._spans, deferred.reselect, device)
         self.store = _core.Store(is_beside=True, engine=self._core)
-        """The parameters with their states. It has what deferred steps have left pending."""
-        self.store.add(self._params)
-        self.contents = Contents(
-            self._core,
-            self.store,
-            self._params,
-            twins,
-            device=device,
-            stream=partial(current_stream, device),
-        )
-        """Which weights the program has written."""
-        self._is_settling = False
+        """The spans with their states. It has what deferred steps have left pending."""
+        self.store.add(self._spans)
+        # They own the memory of all twins.
+        self._buffers = [] if twins is None else twins.buffers
+        self.contents: Contents | None = None
+        """Which weights the program has written; None: that is not looked for."""
+        if twins is not None:
+            self.contents = Contents(
+                self._core,
+                self.store,
+                self._spans,
+                twins,
+                device=device,
+                stream=partial(current_stream, device),
+            )
+        self._is_settling = self._is_stepping = False
         self.lock = threading.RLock() if lock is None else lock
         """A thread that submits or settles has it: a look on another thread may settle."""
         # The last step when all was applied.
         self._settled: Submitted | None = None
         # The last step whose gradients may be written.
         self._released: Submitted | None = None
-        # A step that is about to begin; None: none is.
+        # A step that is about to begin; None: none is. And the places of spans in it.
         self._coming: Submitted | None = None
-        if swapped is None:
-            for buffer in self._buffers:
-                self._core.pin(buffer)
-        else:
-            # What waits for a drive waits little longer for a copy. Sums come up and go down again
-            # in each backward.
-            pinned = [param for param in self._params if param not in swapped]
-            for piece in twins.byte_ranges(pinned, "weight"):
-                self._core.pin(*piece)
-            for piece in twins.byte_ranges(self._params if sums_on_host else pinned, "grad"):
-                self._core.pin(*piece)
-        note_pinned(self, self._core.pinned_nbytes)
+        self._places: list[int] | None = None
         self.seconds_waited = 0.0
         """How long forwards have waited for weights since the last step."""
         self._finalizer = weakref.finalize(self, _close, self._core, self.store)
+
+    @property
+    def core(self) -> _core.OffloadEngine:
+        """The core's engine, for what brings gradients to host memory or gathers weights."""
+        return self._core
+
+    def pin(self, memory: Iterable[tuple[_core.Buffer, int, int]]) -> None:
+        """Pins bytes of buffers, and keeps these, as long as this can step.
+
+        Raises:
+            OSError: the device refuses.
+        """
+        for buffer, begin, end in memory:
+            self._core.pin(buffer, begin, end)
+        note_pinned(self, self._core.pinned_nbytes)
 
     def _stream(self) -> int:
         return current_stream(self._device)
@@ -197,7 +215,7 @@ class Engine(Uploads):
         return self._stream() if submitted is None else submitted.stream
 
     @property
-    def _streams(self) -> set[int]:
+    def streams(self) -> set[int]:
         """The current stream, and that of the last step."""
         return {self._stream(), self._step_stream}
 
@@ -255,6 +273,7 @@ class Engine(Uploads):
         After what the current stream holds now. Not while a step is running, unless updates are
         deferred.
         """
+        assert self._twins is not None
         piece = self._twins.piece
         pairs = [(param, piece(param, grad)) for param, grad in zip(params, grads, strict=True)]
         pairs = [(param, grad) for param, grad in pairs if grad.numel()]
@@ -324,21 +343,13 @@ class Engine(Uploads):
             order=self._order.places,
         )
 
-    def announce(
-        self,
-        swapping: list[tuple[torch.Tensor, State, State]],
-        params: list[torch.Tensor],
-        verified: list[torch.Tensor],
-    ) -> Submitted:
-        """A step is about to begin. Until it has, weights that are waited for are old ones.
-
-        The arguments are those of `Submitted`.
-        """
+    def announce(self, coming: Submitted) -> Submitted:
+        """A step is about to begin. Until it has, weights that are waited for are old ones."""
         self._places = self._order.places
         self._order.begin()
         self.seconds_waited = 0.0
-        self._coming = Submitted(self._stream(), swapping, params, verified)
-        return self._coming
+        self._coming = coming
+        return coming
 
     def options(self, params: Sequence[torch.Tensor]) -> dict[str, Any]:
         """What `submit` is given of a step of `params` beside what the optimizer knows."""
@@ -352,7 +363,10 @@ class Engine(Uploads):
         at_once: Collection[torch.Tensor] | None,
         selected: Sequence[Selected],
         num_settled: int,
-        **options: Any,
+        owners: Sequence[object] = (),
+        order: Sequence[int] | None = None,
+        under_way: UnderWayIn | None = None,
+        begun: Sequence[Callable[[], object]] = (),
     ) -> None:
         """Begins the step of what the store has looked at last, all of it or nothing.
 
@@ -362,12 +376,15 @@ class Engine(Uploads):
         Args:
             coming: of `announce`.
             hypers: of each group.
-            at_once: the step is deferred, but for these parameters: with their updates all that
-                is pending of them is applied. None: it is not deferred, and applies all that is
+            at_once: the step is deferred, but for these spans: with their updates all that is
+                pending of them is applied. None: it is not deferred, and applies all that is
                 pending.
             selected: the selections that begin with it; empty without a selector.
             num_settled: the store's when `at_once` was decided on.
-            options: as `Store.submit` has them.
+            owners: what has the memory of the host sides, beside that of twins.
+            order: of each span its place in the step; None: as waits have shown it, or as given.
+            under_way: as `Store.submit` has it.
+            begun: likewise.
 
         Raises:
             ValueError: what was looked at has moved, or cannot be stepped; nothing was changed.
@@ -381,27 +398,43 @@ class Engine(Uploads):
                 # The turn of the last gradient, the landing of its predicted weight, and, at the
                 # turn after that, of the weight itself (`submit` in `rust/offload/submit.rs`).
                 "steps_pending": 2 * self._deferred.interval + 1,
-                "at_once": {self._indices[id(param)] for param in at_once},
+                "at_once": {self._indices[id(span)] for span in at_once},
                 "num_settled": num_settled,
             }
         is_deferred = self.store.submit(
             hypers,
-            buffers=self._buffers,
+            buffers=[*self._buffers, *owners],
             stream=coming.stream,
             record=coming,
-            order=self._places,
+            order=self._places if order is None else order,
             verified={self._indices[id(param)] for param in coming.verified},
             deferred=deferred,
             selected=None if self.selector is None else selected,
-            **options,
+            under_way=under_way,
+            begun=begun,
         )
         if at_once is not None and not is_deferred and self.selector is not None:
             # A signal's handler has applied all since.
             self.selector.reset()
 
+    @contextlib.contextmanager
+    def stepping(self) -> Iterator[None]:
+        """A context in which a step is decided on and begins: what reads in it applies nothing."""
+        with self.lock:
+            self._is_stepping = True
+            try:
+                yield
+            finally:
+                self._is_stepping = False
+
     def decided(self) -> AbstractContextManager[None]:
         """A context in which a step is submitted that ranks have agreed on, where they share it."""
         return contextlib.nullcontext()
+
+    @property
+    def will_settle(self) -> bool:
+        """Whether `settle` would apply any update, on this thread, now."""
+        return not (self._is_settling or self._is_stepping) and self.has_pending()
 
     def settle(self) -> None:
         """Applies all updates that are deferred. The weights on the device are all there are then.
@@ -414,7 +447,7 @@ class Engine(Uploads):
             OSError: the step or the device has failed.
         """
         with self.lock:
-            if not self._is_settling:
+            if not (self._is_settling or self._is_stepping):
                 self._is_settling = True
                 try:
                     self._settle()
@@ -429,15 +462,15 @@ class Engine(Uploads):
             return
         self._wait_for_submit_stream()
         self.finish()
-        params = self.pending_params
+        spans = self.pending_params
         with without_waiting(), torch.no_grad():
-            pending = set(map(id, params))
-            written = [param for param in self.contents.written() if id(param) in pending]
-            torch.autograd.graph.increment_version(params)
+            written = self._written_of(spans)
+            torch.autograd.graph.increment_version(self._params_on(spans))
             self._core.settle(stream=self._stream())
             self.finish()
             for param in written:
                 # Its memory may be another than the one that the weight went to.
+                assert self._twins is not None
                 local(param).copy_(local(self._twins.weight(param)))
         # What copies to the device need is held by their job.
         self.synchronize()
@@ -450,6 +483,22 @@ class Engine(Uploads):
                 f"deferred, and the writes are lost: {labels}{more}. "
                 "hint: optimizer.drain() before parameters are written"
             )
+
+    def _written_of(self, spans: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Those of `spans` whose weights the program has written."""
+        if self.contents is None:
+            return []
+        wanted = set(map(id, spans))
+        return [param for param in self.contents.written() if id(param) in wanted]
+
+    def _params_on(self, spans: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """The parameters that have elements in `spans`."""
+        numbers = {self._indices[id(span)] for span in spans}
+        return [
+            param
+            for param in self._params
+            if any(window.span in numbers for window in self._windows[id(param)])
+        ]
 
     def _wait_for_submit_stream(self) -> None:
         """What the last step's stream holds may read weights; the current stream waits for it."""
@@ -473,19 +522,23 @@ class Engine(Uploads):
             self._released = submitted
 
     def wait(self, params: Iterable[torch.Tensor], /) -> bool:
-        """The current stream and the step's stream wait for the weights of `params`.
+        """As `wait_for`, of the windows of `params`."""
+        windows = [window for param in params for window in self._windows[id(param)]]
+        if self._is_sharded:
+            self._order.note(window.span for window in windows)
+        return self.wait_for(windows)
+
+    def wait_for(self, windows: Iterable[Window]) -> bool:
+        """The current stream and the step's stream wait for the weights of `windows`.
 
         Returns whether these are the weights of the last step; not so while one is about to begin.
         """
         begin = time.perf_counter()
         # Read before the wait: a step may begin on another thread meanwhile.
-        is_last, streams = self.is_last_step, self._streams
-        indices = [self._indices[id(param)] for param in params]
-        if self._is_sharded:
-            self._order.note(indices)
-        for index in indices:
+        is_last, streams = self.is_last_step, self.streams
+        for span, first, end in windows:
             for stream in streams:
-                self._core.wait(index, 0, self._numels[index], stream=stream)
+                self._core.wait(span, first, end, stream=stream)
         self.seconds_waited += time.perf_counter() - begin
         return is_last
 
@@ -503,7 +556,7 @@ class Engine(Uploads):
 
         These are the current stream and the stream that the step began on.
         """
-        for stream in self._streams:
+        for stream in self.streams:
             self._core.finish(stream=stream)
 
     def synchronize(self) -> None:

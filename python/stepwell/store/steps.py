@@ -6,11 +6,13 @@ wait scores of channels share. They are chosen when the step begins, which may h
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
+from stepwell._streams import current_stream
 from stepwell.store.deferred_steps import DeferralMetrics, DeferredSteps, StepKind
+from stepwell.store.engine import Submitted
 from stepwell.store.host_collector import HostCollector
 
 if TYPE_CHECKING:
@@ -108,6 +110,7 @@ class Steps:
         stepped = set(map(id, looked.params))
         taken_up = [param for param in written if id(param) in stepped]
         self._host.reread(taken_up, states)
+        assert engine.contents is not None
         engine.contents.accept(taken_up)
 
     def submit(
@@ -151,10 +154,9 @@ class Steps:
             at_once.update(param for param, _, _ in looked.swapping)
         twins = self._host.twins
         verified = [param for param in params if twins[param].is_unverified]
-        coming = engine.announce(looked.swapping, params, verified)
-        options: dict[str, Any] = engine.options(params)
-        if gate is not None:
-            options["under_way"] = gate.opening(landing, shared)
+        stream = current_stream(self._host.device)
+        coming = engine.announce(Submitted(stream, looked.swapping, params, verified))
+        under_way = None if gate is None else gate.opening(landing, shared)
         selected = []
         if engine.selector is not None:
             selected = engine.selector.choose(at_once)
@@ -165,7 +167,7 @@ class Steps:
             at_once=at_once,
             selected=selected,
             num_settled=num_settled,
-            **options,
+            under_way=under_way,
         )
         if self._chooser is not None:
             self._chooser.note(kind)

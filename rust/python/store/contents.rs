@@ -42,16 +42,16 @@ impl PyStore {
             let begin = match (piece, at) {
                 (Some(piece), _) => Some(address(piece.bind(py))?),
                 // It was looked at for the step.
-                (None, Some(_)) => Some(address(param)? + binding.whole.1 * size),
+                (None, Some(_)) => Some(address(param)?),
                 // It has no gradient now, and a program may have done anything to it.
                 (None, None) => {
                     let local = param.getattr_opt(intern!(py, "_local_tensor"))?;
                     let numel =
-                        if local.is_some() { tensor.param.numel() } else { binding.whole.0 };
+                        if local.is_some() { tensor.param.numel() } else { binding.numel };
                     let found = dense(local.as_ref().unwrap_or(param))?;
                     found
                         .filter(|found| self.is_as(found, tensor.param.dtype(), numel))
-                        .map(|found| found.address + binding.whole.1 * size)
+                        .map(|found| found.address)
                 }
             };
             match begin {

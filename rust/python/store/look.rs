@@ -39,8 +39,6 @@ pub(super) struct Looked {
     pub(super) grad: Py<PyAny>,
     /// Where it was.
     pub(super) grad_address: usize,
-    /// Which of its bytes the first one is that is stepped.
-    pub(super) grad_begin: usize,
     /// It as the core reads it in host memory; None: it comes down from a device.
     pub(super) grad_view: Option<View>,
     /// What is stepped of the parameter, where that is not the parameter itself.
@@ -103,12 +101,13 @@ impl PyStore {
         py: Python<'_>,
         groups: Vec<Vec<Bound<'_, PyAny>>>,
         states: Option<Bound<'_, PyAny>>,
+        grads: Option<&[Bound<'_, PyAny>]>,
     ) -> PyResult<PyLook> {
         let before = std::mem::take(&mut self.looked);
         let (found, left) = {
             let _atomic = Atomic::begin(py, &self.torch.disable_torch_function)?;
             let states = states.map(|states| states.cast_into::<PyDict>()).transpose()?;
-            let (found, seen) = self.find(py, &groups, states.as_ref())?;
+            let (found, seen) = self.find(py, &groups, states.as_ref(), grads)?;
             let left = if self.beside.is_none() { self.let_go(&seen) } else { vec![] };
             (found, left)
         };
@@ -127,7 +126,7 @@ impl PyStore {
         state: Bound<'_, PyAny>,
         parts: Vec<(Bound<'_, PyString>, Bound<'_, PyAny>, Bound<'_, PyAny>)>,
         piece: Option<Bound<'_, PyAny>>,
-        first: usize,
+        uploads: bool,
         is_kept: bool,
         write_backs: Vec<Py<PyAny>>,
     ) -> PyResult<()> {
@@ -136,7 +135,7 @@ impl PyStore {
             .map(|(name, value, piece)| Part::new(name, value, piece))
             .collect::<PyResult<Vec<_>>>()?;
         let place = Place::Host(tensor.as_ref().map(|tensor| tensor.0));
-        self.bind_place(py, position, place, grad, state, parts, piece, first, is_kept, write_backs)
+        self.bind_place(py, position, place, grad, state, parts, piece, uploads, is_kept, write_backs)
     }
 
     /// Binds what is at `position` of the last look, whose state is at `place`.
@@ -150,7 +149,7 @@ impl PyStore {
         state: Bound<'_, PyAny>,
         parts: Vec<Part>,
         piece: Option<Bound<'_, PyAny>>,
-        first: usize,
+        uploads: bool,
         is_kept: bool,
         write_backs: Vec<Py<PyAny>>,
     ) -> PyResult<()> {
@@ -170,8 +169,7 @@ impl PyStore {
         let is_plain = piece.is_none() && is_kept;
         let weight = if is_plain { Some(address(param)?) } else { None };
         let numel = param.call_method0(intern!(py, "numel"))?.extract()?;
-        let begin = first * grad.getattr(intern!(py, "itemsize"))?.extract::<usize>()?;
-        let grad_address = address(&grad)? + begin;
+        let grad_address = address(&grad)?;
         let is_beside = self.beside.is_some();
         let grad_view = match place {
             Place::Host(tensor) if !is_beside => tensor.and_then(|tensor| tensor.grad),
@@ -180,7 +178,8 @@ impl PyStore {
         let binding = Binding {
             place,
             weight,
-            whole: (numel, first),
+            numel,
+            uploads,
             state: state.unbind(),
             parts,
             counter,
@@ -194,7 +193,6 @@ impl PyStore {
             self.spans[span].binding.replace(binding),
         );
         looked.grad_address = grad_address;
-        looked.grad_begin = begin;
         looked.grad_view = grad_view;
         looked.is_ready = true;
         self.written = None;
@@ -256,11 +254,11 @@ impl PyStore {
             let Some((numel, dtype)) = binding.extent() else { continue };
             let (begin, numel) = match (piece, binding.weight) {
                 // Rows that other ranks step are written as well.
-                (None, Some(weight)) if at.is_some() => (weight, binding.whole.0),
+                (None, Some(weight)) if at.is_some() => (weight, binding.numel),
                 (Some(piece), _) => (address(piece.bind(py))?, numel),
                 (None, _) => match param.bind(py).getattr_opt(intern!(py, "_local_tensor"))? {
                     Some(local) => (address(&local)?, numel),
-                    None => (address(param.bind(py))?, binding.whole.0),
+                    None => (address(param.bind(py))?, binding.numel),
                 },
             };
             if numel > 0 {
@@ -307,6 +305,7 @@ impl PyStore {
         py: Python<'_>,
         groups: &[Vec<Bound<'_, PyAny>>],
         states: Option<&Bound<'_, PyDict>>,
+        given: Option<&[Bound<'_, PyAny>]>,
     ) -> PyResult<(PyLook, HashSet<usize>)> {
         let (mut params, mut grads) = (Vec::new(), Vec::new());
         let (mut moved, mut seen, mut has_unknown) = (Vec::new(), HashSet::new(), false);
@@ -318,7 +317,10 @@ impl PyStore {
                 ordinal += 1;
                 let known = self.by_param.get(&(param.as_ptr() as usize)).copied();
                 seen.extend(known);
-                let grad = param.getattr(intern!(py, "grad"))?;
+                let grad = match given {
+                    Some(grads) => grads[at].clone(),
+                    None => param.getattr(intern!(py, "grad"))?,
+                };
                 if grad.is_none() {
                     continue;
                 }
@@ -361,7 +363,6 @@ impl PyStore {
                     ordinal: at,
                     grad: grad.unbind(),
                     grad_address: found.as_ref().map_or(0, |dense| dense.address),
-                    grad_begin: self.spans[span].begin(found.as_ref()),
                     grad_view,
                     piece: None,
                     is_ready: found.is_some(),

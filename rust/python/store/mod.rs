@@ -171,16 +171,28 @@ impl PyStore {
     ///         changed.
     ///     seeds: of each group, of its stochastic rounding. Where they have changed all is bound
     ///         anew.
+    ///     grads: of each parameter of all groups its gradient; None in it: there is none. None:
+    ///         they are what the parameters have as `grad`.
     ///
     /// Raises:
+    ///     ValueError: other than as many gradients as parameters are given.
     ///     Whatever torch raises of a tensor.
+    #[pyo3(signature = (groups, states, seeds, *, grads = None))]
     fn look(
         &mut self,
         py: Python<'_>,
         groups: Vec<Vec<Bound<'_, PyAny>>>,
         states: Option<Bound<'_, PyAny>>,
         seeds: Bound<'_, PyAny>,
+        grads: Option<Vec<Bound<'_, PyAny>>>,
     ) -> PyResult<PyLook> {
+        let count: usize = groups.iter().map(Vec::len).sum();
+        if let Some(grads) = &grads
+            && grads.len() != count
+        {
+            let message = format!("`{}` gradients of `{count}` parameters", grads.len());
+            return Err(Error::value(format!("{message}, expected one of each")).into());
+        }
         let are_same = match &self.seeds {
             Some(before) => seeds.eq(before)?,
             None => false,
@@ -189,7 +201,7 @@ impl PyStore {
             self.unbind(py);
             self.seeds = Some(seeds.unbind());
         }
-        self.look_at(py, groups, states)
+        self.look_at(py, groups, states, grads.as_deref())
     }
 
     /// Binds what is at `position` of the last look.
@@ -203,15 +215,15 @@ impl PyStore {
     ///     parts: of the state what the step works with: its name, what the state has, and what
     ///         this rank has of that.
     ///     piece: what is stepped of the parameter; None: the parameter itself.
-    ///     first: of a parameter and its gradient, of which only some rows are stepped, the first
-    ///         element.
+    ///     uploads: whether the new weight goes to the device; else it stays in host memory, where
+    ///         the step writes it.
     ///     is_kept: whether the next step may go on with it.
     ///     write_backs: what is called without arguments behind the step, functions of C.
     ///
     /// Raises:
     ///     ValueError: the gradient is another than the tensor's, or lies elsewhere.
     #[pyo3(signature = (
-        position, tensor, grad, *, state, parts, piece = None, first = 0, is_kept = true,
+        position, tensor, grad, *, state, parts, piece = None, uploads = true, is_kept = true,
         write_backs = vec![]
     ))]
     #[expect(clippy::too_many_arguments, reason = "keyword-only in Python")]
@@ -224,11 +236,11 @@ impl PyStore {
         state: Bound<'_, PyAny>,
         parts: Vec<(Bound<'_, PyString>, Bound<'_, PyAny>, Bound<'_, PyAny>)>,
         piece: Option<Bound<'_, PyAny>>,
-        first: usize,
+        uploads: bool,
         is_kept: bool,
         write_backs: Vec<Py<PyAny>>,
     ) -> PyResult<()> {
-        self.bind_at(py, position, tensor, grad, state, parts, piece, first, is_kept, write_backs)
+        self.bind_at(py, position, tensor, grad, state, parts, piece, uploads, is_kept, write_backs)
     }
 
     /// Binds what is at `position` of the last look, whose state is on the device.

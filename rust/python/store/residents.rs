@@ -78,7 +78,7 @@ impl PyStore {
             storage: storage(memory)?,
         };
         let (place, parts) = (Place::Device(on_device), vec![]);
-        self.bind_place(py, position, place, grad, state, parts, piece, 0, is_kept, vec![])
+        self.bind_place(py, position, place, grad, state, parts, piece, true, is_kept, vec![])
     }
 
     /// What the last look has found of these.
@@ -111,7 +111,7 @@ impl PyStore {
                 state: on_device.address,
             };
             let count = binding.counter.count().ok_or_else(moved)? + 1;
-            blocks.push(block_of(memory, binding.whole.0, on_device.dtype, count, &hyper.0)?);
+            blocks.push(block_of(memory, binding.numel, on_device.dtype, count, &hyper.0)?);
         }
         Ok(blocks)
     }

@@ -46,11 +46,12 @@ impl Part {
     }
 }
 
-/// The count of updates in a state: an fp32 number on the CPU, as torch's optimizers have it.
-pub(super) struct Counter {
-    value: Py<PyAny>,
-    address: usize,
-    pub(super) storage: Py<PyAny>,
+/// The count of updates in a state.
+pub(super) enum Counter {
+    /// An fp32 number on the CPU, as torch's optimizers have it.
+    Tensor { value: Py<PyAny>, address: usize, storage: Py<PyAny> },
+    /// A number of Python's, as DeepSpeed's have it.
+    Number(u64),
 }
 
 /// Beyond it fp32 does not have every count.
@@ -58,30 +59,59 @@ const COUNT_MAX: f32 = 16_777_216.0;
 
 impl Counter {
     pub(super) fn new(value: &Bound<'_, PyAny>) -> PyResult<Self> {
+        if let Ok(count) = value.extract::<u64>() {
+            return Ok(Self::Number(count));
+        }
         let (address, storage) = (address(value)?, storage(value)?);
-        Ok(Self { value: value.clone().unbind(), address, storage })
+        Ok(Self::Tensor { value: value.clone().unbind(), address, storage })
     }
 
     fn is_in(&self, state: &Bound<'_, PyDict>) -> PyResult<bool> {
         let py = state.py();
         let found = state.get_item(intern!(py, "step"))?;
-        Ok(found.is_some_and(|value| value.is(&self.value))
-            && is_at(self.value.bind(py), self.address))
+        Ok(match self {
+            Self::Tensor { value: known, address, .. } => {
+                found.is_some_and(|value| value.is(known)) && is_at(known.bind(py), *address)
+            }
+            Self::Number(count) => found.is_some_and(|value| {
+                value.extract::<u64>().is_ok_and(|found| found == *count)
+            }),
+        })
     }
 
     /// How many updates the state has seen; None: it is no count.
     pub(super) fn count(&self) -> Option<u64> {
+        let address = match self {
+            Self::Tensor { address, .. } => address,
+            Self::Number(count) => return Some(*count),
+        };
         // SAFETY: `storage` owns the memory, which was looked at last by `is_in`, or has just been
         // bound; the interpreter's lock keeps other Python code from it.
-        let count = unsafe { (self.address as *const f32).read_unaligned() };
+        let count = unsafe { (*address as *const f32).read_unaligned() };
         (count >= 0.0 && count.fract() == 0.0 && count <= COUNT_MAX).then_some(count as u64)
     }
 
-    /// One update more.
-    pub(super) fn add_one(&self) {
-        let place = self.address as *mut f32;
-        // SAFETY: as in `count`.
-        unsafe { place.write_unaligned(place.read_unaligned() + 1.0) }
+    /// The state has seen so many updates. Spans of one state may all say so.
+    pub(super) fn set(&mut self, count: u64, state: &Bound<'_, PyDict>) -> PyResult<()> {
+        match self {
+            Self::Tensor { address, .. } => {
+                // SAFETY: as in `count`.
+                unsafe { (*address as *mut f32).write_unaligned(count as f32) };
+                Ok(())
+            }
+            Self::Number(known) => {
+                *known = count;
+                state.set_item(intern!(state.py(), "step"), count)
+            }
+        }
+    }
+
+    fn value(&self) -> Option<&Py<PyAny>> {
+        if let Self::Tensor { value, .. } = self { Some(value) } else { None }
+    }
+
+    fn storage(&self) -> Option<&Py<PyAny>> {
+        if let Self::Tensor { storage, .. } = self { Some(storage) } else { None }
     }
 }
 
@@ -109,9 +139,10 @@ pub(super) struct Binding {
     pub(super) place: Place,
     /// Where the parameter was; None: it is looked at by Python in every step.
     pub(super) weight: Option<usize>,
-    /// Elements of all of the parameter, and those before the first one that is stepped: of one
-    /// whose rows are dealt out to ranks.
-    pub(super) whole: (usize, usize),
+    /// Elements of the parameter.
+    pub(super) numel: usize,
+    /// Whether the new weight goes to the device.
+    pub(super) uploads: bool,
     pub(super) state: Py<PyDict>,
     pub(super) parts: Vec<Part>,
     pub(super) counter: Counter,
@@ -147,7 +178,7 @@ impl Binding {
     pub(super) fn extent(&self) -> Option<(usize, Dtype)> {
         match &self.place {
             Place::Host(tensor) => tensor.map(|one| (one.param.numel(), one.param.dtype())),
-            Place::Device(state) => Some((self.whole.0, state.dtype)),
+            Place::Device(state) => Some((self.numel, state.dtype)),
         }
     }
 
@@ -169,7 +200,7 @@ impl Binding {
     /// What keeps its memory alive.
     pub(super) fn storages<'a>(&'a self, py: Python<'a>) -> impl Iterator<Item = Py<PyAny>> + 'a {
         let parts = self.parts.iter().map(|part| &part.storage);
-        parts.chain([&self.counter.storage]).map(move |storage| storage.clone_ref(py))
+        parts.chain(self.counter.storage()).map(move |storage| storage.clone_ref(py))
     }
 }
 
@@ -195,19 +226,12 @@ impl Span {
             visit.call(&part.piece)?;
             visit.call(&part.storage)?;
         }
-        visit.call(&binding.counter.value)?;
-        visit.call(&binding.counter.storage)?;
+        visit.call(binding.counter.value())?;
+        visit.call(binding.counter.storage())?;
         binding.write_backs.iter().try_for_each(|call| visit.call(call))
     }
 
-    /// Bytes of a gradient before the first one that is stepped.
-    pub(super) fn begin(&self, grad: Option<&Dense>) -> usize {
-        let first = self.binding.as_ref().map_or(0, |binding| binding.whole.1);
-        grad.map_or(0, |grad| first * grad.dtype.size())
-    }
-
-    /// Where what is stepped of the gradient of a plain parameter is, if a step can go on as it was
-    /// bound.
+    /// Where the gradient of a plain parameter is, if a step can go on as it was bound.
     pub(super) fn as_bound(
         &self,
         torch: &Torch,
@@ -216,7 +240,7 @@ impl Span {
         ordinal: usize,
     ) -> PyResult<Option<Dense>> {
         let Some(binding) = &self.binding else { return Ok(None) };
-        let Binding { weight: Some(weight), ordinal: was, whole: (numel, first), .. } = binding
+        let Binding { weight: Some(weight), ordinal: was, numel, .. } = binding
         else {
             return Ok(None);
         };
@@ -229,8 +253,6 @@ impl Span {
         if !is_there || now.dtype != dtype {
             return Ok(None);
         }
-        let found = dense(grad)?.filter(|dense| dense.nbytes == numel * dense.dtype.size());
-        Ok(found
-            .map(|dense| Dense { address: dense.address + first * dense.dtype.size(), ..dense }))
+        Ok(dense(grad)?.filter(|dense| dense.nbytes == numel * dense.dtype.size()))
     }
 }

@@ -73,8 +73,7 @@ impl PyStore {
                 Some(weight) if piece.is_none() => !is_at(span.param.bind(py), weight),
                 _ => false,
             };
-            let begin = one.grad_address - one.grad_begin;
-            if !is_ready || is_moved || !is_at(grad.bind(py), begin) {
+            if !is_ready || is_moved || !is_at(grad.bind(py), one.grad_address) {
                 return Err(moved().into());
             }
         }
@@ -112,8 +111,19 @@ impl PyStore {
         Ok(owners)
     }
 
-    /// Counts the update of each parameter of the last look, and tells autograd.
-    pub(super) fn count(&self, py: Python<'_>) -> PyResult<()> {
+    /// Counts the update of each state of the last look: once, also where spans share it.
+    pub(super) fn count_updates(&mut self, py: Python<'_>) -> PyResult<()> {
+        for (looked, number) in self.looked.iter().zip(self.numbers_of_updates()) {
+            if let Some(binding) = &mut self.spans[looked.span].binding {
+                binding.counter.set(number, binding.state.bind(py))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Ends the step of the last look: what was copied is copied back, updates are counted, and
+    /// autograd is told.
+    fn count(&mut self, py: Python<'_>) -> PyResult<()> {
         let written = PyList::empty(py);
         for looked in &self.looked {
             let span = &self.spans[looked.span];
@@ -121,12 +131,12 @@ impl PyStore {
             for call in &binding.write_backs {
                 call.bind(py).call0()?;
             }
-            binding.counter.add_one();
             written.append(&span.param)?;
             if let Some(piece) = &looked.piece {
                 written.append(piece)?;
             }
         }
+        self.count_updates(py)?;
         self.torch.increment_version(&written)
     }
 }

@@ -1,7 +1,7 @@
 //! A step of parameters beside a device: what they become of is decided, and all of it happens in
 //! one call.
 
-use std::collections::HashSet;
+use std::{collections::HashSet, io};
 
 use pyo3::{
     gc::{PyTraverseError, PyVisit},
@@ -214,9 +214,14 @@ impl PyStore {
                 })?;
             }
             for call in &begun {
-                call.bind(py).call0()?;
+                if let Err(error) = call.bind(py).call0() {
+                    let error = half_a_step(py, &error);
+                    engine.iter().for_each(|engine| engine.fail(&error));
+                    return Err(error.into());
+                }
             }
-            store.count_beside(py, &landing)?;
+            store.count_updates(py)?;
+            store.tell_autograd(py, &landing)?;
             // Last: from here on a look at a parameter waits.
             store.mark_under_way(py, &landing, under_way.as_ref())?;
             let beside = store.beside.as_mut().ok_or_else(not_beside)?;
@@ -265,6 +270,15 @@ impl PyStore {
             py_drop(py, held);
         }
     }
+}
+
+/// What goes with a step has failed, behind its begin.
+fn half_a_step(py: Python<'_>, error: &PyErr) -> Error {
+    Error::os(
+        "the share of a step on the device failed after the share in host memory had begun, so \
+         parameters and state are not those of any step (hint: go on from a checkpoint)",
+        io::Error::other(error.value(py).to_string()),
+    )
 }
 
 fn not_beside() -> Error {
@@ -329,10 +343,7 @@ impl PyStore {
             let Looked { span, group, piece, .. } = &self.looked[at];
             let Some(binding) = &self.spans[*span].binding else { continue };
             let whole = piece.as_ref().unwrap_or(&self.spans[*span].param).bind(py);
-            let dtype = binding.hosted().map(|tensor| tensor.param.dtype());
-            // A piece begins where its own rows do.
-            let first = if piece.is_none() { binding.whole.1 } else { 0 };
-            let weight = address(whole)? + first * dtype.map_or(0, |dtype| dtype.size());
+            let weight = if binding.uploads { Some(address(whole)? as u64) } else { None };
             let hyper = hypers.get(*group).ok_or_else(|| {
                 Error::value(format!("hypers has `{}` groups, expected more", hypers.len()))
             })?;
@@ -341,7 +352,7 @@ impl PyStore {
             updates.push(Update {
                 index: *span,
                 tensor,
-                weight: Some(weight as u64),
+                weight,
                 is_at_once: deferred.is_some_and(|deferred| deferred.at_once.contains(span)),
                 count: binding.counter.count().map_or(0, |count| count + 1),
                 hyper: hyper.0,
@@ -408,25 +419,18 @@ impl PyStore {
         Ok(())
     }
 
-    /// Counts the update of each parameter, and tells autograd of all weights that are written.
-    fn count_beside(&self, py: Python<'_>, landing: &[(usize, Option<usize>)]) -> PyResult<()> {
+    /// Tells autograd of all weights that are written.
+    fn tell_autograd(&self, py: Python<'_>, landing: &[(usize, Option<usize>)]) -> PyResult<()> {
         let written = PyList::empty(py);
         for &(span, at) in landing {
             written.append(&self.spans[span].param)?;
             let Some(at) = at else { continue };
-            if let Some(binding) = &self.spans[span].binding {
-                binding.counter.add_one();
-            }
             if let Some(piece) = &self.looked[at].piece {
                 written.append(piece)?;
             }
         }
         for one in self.residents_looked() {
-            let span = &self.spans[one.span];
-            if let Some(binding) = &span.binding {
-                binding.counter.add_one();
-            }
-            written.append(&span.param)?;
+            written.append(&self.spans[one.span].param)?;
             if let Some(piece) = &one.piece {
                 written.append(piece)?;
             }

@@ -21,25 +21,23 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from deepspeed.runtime.zero.stage_1_and_2 import OPTIMIZER_STEP_TIMER
 
 from stepwell.access.gate import LANDING_BYTES_MAX, Gate
-from stepwell.access.guard import Uploads
 from stepwell.deepspeed.logs import warn
-from stepwell.deepspeed.zero.deferred_gradients import Source
-from stepwell.deepspeed.zero.deferred_partitions import DeferredPartitions
+from stepwell.deepspeed.zero.partitions import Deferral, Partitions
+from stepwell.deepspeed.zero.runs import Source
 from stepwell.deepspeed.zero.stage_1_2 import OffloadZeroOptimizer
 from stepwell.store.deferred_steps import DeferralMetrics, DeferredSteps, StepKind
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Collection, Mapping
 
     from stepwell.deepspeed.plan import Plan
     from stepwell.deepspeed.zero.fragment import Fragment
+    from stepwell.deepspeed.zero.operands import Operand
     from stepwell.deepspeed.zero.partition import Partition
     from stepwell.store.deferred import Deferred
 
@@ -48,9 +46,6 @@ __all__ = ["DeferredZeroOptimizer"]
 
 class DeferredZeroOptimizer(OffloadZeroOptimizer):
     """See the module. Takes what its base class takes; its `plan` has what is deferred."""
-
-    # It has what the base class calls of the other.
-    _partitions: DeferredPartitions  # type: ignore[assignment]
 
     def __init__(self, init_optimizer: Any, *args: Any, plan: Plan, **kwargs: Any) -> None:
         assert plan.zenflow is not None
@@ -62,7 +57,7 @@ class DeferredZeroOptimizer(OffloadZeroOptimizer):
         self._is_skipped = False
         super().__init__(init_optimizer, *args, plan=plan, **kwargs)
 
-    def _open_partitions(self, partitions: list[Partition]) -> Any:
+    def _open_partitions(self, partitions: list[Partition]) -> Partitions:
         sources = {}
         for params in self.bit16_groups:
             for param in params:
@@ -75,15 +70,14 @@ class DeferredZeroOptimizer(OffloadZeroOptimizer):
                     row_len = param.numel() // param.shape[0] if param.dim() > 1 else 0
                     sources[fragment] = Source(first, row_len)
         options = self._plan.options
-        return DeferredPartitions(
+        return Partitions(
             partitions,
-            sources,
-            [param for group in self.bit16_groups for param in group],
-            self._deferred,
             device=partitions[0].weight.device,
-            is_alone=self._is_alone,
+            fragments=self._fragments_alone(),
+            order=self._order(),
             threads=self._plan.threads,
             host_bytes_max=options.host_bytes_max,
+            deferral=Deferral(self._deferred, sources, self._is_alone),
         )
 
     @property
@@ -99,9 +93,8 @@ class DeferredZeroOptimizer(OffloadZeroOptimizer):
         """
         if self._is_alone:
             params = self._all_params()
-            fragments = {param: self._fragment(param) for param in params}
             self._gate = Gate(module, params, wait_bytes_max=LANDING_BYTES_MAX)
-            self._gate.attach(params, _DeferredUploads(self._partitions, fragments))
+            self._gate.attach(params, self._partitions)
         else:
             hook = _LateUse(self)
             for handle in (
@@ -117,13 +110,13 @@ class DeferredZeroOptimizer(OffloadZeroOptimizer):
     def step(self, closure: None = None) -> None:
         """As the base class; updates that are not selected are deferred."""
         try:
-            with self._partitions.stepping():
+            with self._partitions.engine.stepping():
                 super().step(closure)
         except BaseException:
             self._steps.excuse()
             # On this rank: no other may have failed.
             with contextlib.suppress(OSError, ValueError):
-                self._partitions.finish()
+                self._partitions.complete()
             raise
         if self._is_skipped:
             self._is_skipped = False
@@ -139,7 +132,9 @@ class DeferredZeroOptimizer(OffloadZeroOptimizer):
         super()._check_used()
         # Before the norm, which is waited for.
         self._kind = self._steps.decide(
-            self._next_step(), is_seen=self._is_seen(), is_settled=self._partitions.is_settled
+            self._next_step(),
+            is_seen=self._is_seen(),
+            is_settled=self._partitions.engine.is_settled,
         )
         self._partitions.score(
             is_deferred=self._kind is StepKind.DEFERRED, is_selected=self._kind.selects
@@ -156,47 +151,29 @@ class DeferredZeroOptimizer(OffloadZeroOptimizer):
             return True
         return self._gate is not None and self._gate.is_open
 
-    def _apply(self, grad_scale: float) -> None:
-        partitions = self._partitions
-        self.timers(OPTIMIZER_STEP_TIMER).start()
-        groups = sorted(range(len(self._masters)), key=lambda group: self._masters[group].numel())
-        operands = {
-            group: self._operands.of(
-                group, group, self._masters[group], None, partitions.twins[group]
-            )
-            for group in groups
-            if self._masters[group].numel()
-        }
-        kind = self._kind.now(is_settled=partitions.is_settled)
+    def _is_stepped(self, master: torch.Tensor) -> bool:
+        return master.numel() > 0
+
+    def _guard(self, operands: Mapping[int, Operand]) -> Collection[Fragment] | None:
+        """Decides at last whether the step is deferred, and has uses of weights wait on one rank.
+
+        Masters and moments are views for their homes alone, which apply what is pending.
+        """
+        kind = self._kind.now(is_settled=self._partitions.engine.is_settled)
         if not self._is_seen():
             kind = StepKind.EXACT
         self._steps.note(kind)
-        partitions.finish_job()
-        # Before the submit, behind which Ctrl-C may land; without one it does no harm.
-        uncovered = self._guard_weights()
-        at_once = None
-        if kind is StepKind.DEFERRED:
-            at_once = {self._fragment(param) for param in uncovered}
-        submission = partitions.prepare(operands, grad_scale=grad_scale, at_once=at_once)
-        told = self._told_steps
-        taken = [] if told is None else [partial(setattr, told, "is_taken", True)]
-        self._operands.commit(list(operands.values()), [submission[0], *taken, *submission[1:]])
-        partitions.forget()
+        # Those that the step itself waits for.
+        uncovered = self._all_params() if self._gate is not None else []
+        if self._open_gate() and self._gate is not None:
+            uncovered = self._gate.uncovered
+        return {self._fragment(each) for each in uncovered} if kind is StepKind.DEFERRED else None
+
+    def _wait_for_weights(self) -> None:
         if self._gate is not None and self._gate.is_open:
             self._gate.wait_for_uncovered()
         else:
-            partitions.wait_for_landing()
-        self._lazy_init_hp_params_optimizer_state()
-        self.timers(OPTIMIZER_STEP_TIMER).stop()
-
-    def _guard_weights(self) -> list[torch.Tensor]:
-        """Has accesses wait on one rank. Returns the parameters that the step itself waits for."""
-        if self._gate is None:
-            return []
-        if not self._gate.is_open:
-            return self._all_params()
-        self._gate.open(self._all_params(), self._exposed())
-        return self._gate.uncovered
+            self._partitions.wait_for_all()
 
     # ---- waiting ----
 
@@ -221,7 +198,7 @@ class DeferredZeroOptimizer(OffloadZeroOptimizer):
     def synchronize(self) -> None:
         """As the base class; what is deferred is applied. Weights on several ranks see `drain`."""
         if self._is_made():
-            self._partitions.finish()
+            self._partitions.settle()
             super().synchronize()
 
     def note_forward(self, module: torch.nn.Module) -> None:
@@ -263,34 +240,3 @@ class _LateUse:
         optimizer = self._optimizer()
         if optimizer is not None:
             optimizer.note_state_dict()
-
-
-class _DeferredUploads(Uploads):
-    """New weights of parameters: what a `Gate` waits for. What is deferred stays so.
-
-    Args:
-        partitions: what steps them.
-        fragments: each parameter's fragment, which holds the whole parameter.
-    """
-
-    def __init__(
-        self, partitions: DeferredPartitions, fragments: Mapping[torch.Tensor, Fragment]
-    ) -> None:
-        self._partitions = partitions
-        self._fragments = fragments
-
-    def wait(self, params: Iterable[torch.Tensor], /) -> bool:
-        """As `DeferredPartitions.wait`, of whole parameters."""
-        return self._partitions.wait(self._fragments[param] for param in params)
-
-    def finish(self) -> None:
-        """The current stream waits for all that land."""
-        self._partitions.finish_job()
-
-    def settle(self) -> None:
-        """Has updates applied that are deferred."""
-        self._partitions.finish()
-
-    def has_pending(self) -> bool:
-        """Whether there are any."""
-        return self._partitions.has_pending()

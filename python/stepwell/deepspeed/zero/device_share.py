@@ -47,6 +47,10 @@ class DeviceShare:
         # What a program has set since a fragment's gradient arrived.
         self._values_set: dict[Fragment, torch.Tensor] = {}
 
+    def __bool__(self) -> bool:
+        """Whether any sub-group is on the device."""
+        return bool(self._grads)
+
     def __contains__(self, group: object) -> bool:
         return group in self._grads
 
@@ -119,7 +123,8 @@ class DeviceShare:
             grad_scale: what its gradient is multiplied by, in place.
         """
         master, hyper = operand.master.detach(), operand.hyper
-        count = float(operand.step) if hyper.bias_correction else _NO_CORRECTION_STEP
+        number = operand.state["step"] + 1
+        count = float(number) if hyper.bias_correction else _NO_CORRECTION_STEP
         fused = torch._fused_adamw_ if hyper.decoupled else torch._fused_adam_
         beta1, beta2 = hyper.betas
         step = partial(
@@ -141,4 +146,5 @@ class DeviceShare:
         grad = self._grads[group]
         # No function in Python: Ctrl-C would come where it begins, behind a part of the step.
         scale = [] if grad_scale == 1.0 else [partial(grad.mul_, grad_scale)]
-        return [*scale, step, partial(weight.copy_, master)]
+        counted = partial(operand.state.__setitem__, "step", number)
+        return [*scale, step, partial(weight.copy_, master), counted]

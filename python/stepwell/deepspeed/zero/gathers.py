@@ -52,10 +52,11 @@ class GatheredUploads(Uploads):
         Returns whether these are the weights of the last step; not so while one is being submitted.
         """
         # Read before the wait: a step may be submitted on another thread meanwhile.
-        started, step_stream = time.perf_counter(), self._partitions.step_stream
-        self._gatherer.wait(map(id, params), self._partitions.streams(step_stream))
-        self._partitions.seconds_waited += time.perf_counter() - started
-        return step_stream is not None
+        engine = self._partitions.engine
+        started, is_last_step = time.perf_counter(), engine.is_last_step
+        self._gatherer.wait(map(id, params), engine.streams)
+        engine.seconds_waited += time.perf_counter() - started
+        return is_last_step
 
     def confirm(self) -> None:
         """Waits until all ranks have told that their parts of the last step are good.

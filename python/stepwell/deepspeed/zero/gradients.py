@@ -16,8 +16,7 @@ import contextlib
 import itertools
 import math
 import weakref
-from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from stepwell.deepspeed.zero.lanes import Lane
+    from stepwell.deepspeed.zero.runs import Run
 
 __all__ = ["Gradients", "Part"]
 
@@ -377,13 +377,15 @@ class Gradients:
     def arrive(self) -> None:
         """Waits until all gradients that were sent or added on the host are in `grads`."""
         self._lane.wait()
-        self.wait_for_sums()
+        self._wait_for_sums()
 
-    def drain_copies(self) -> None:
-        """Waits until no copy writes to memory that is pinned."""
-        self._lane.drain()
+    def drain(self) -> None:
+        """Waits until no copy and no addition writes to memory that is pinned."""
+        for wait in (self._lane.drain, self._wait_for_sums):
+            with contextlib.suppress(ValueError, OSError, RuntimeError):
+                wait()
 
-    def wait_for_sums(self) -> None:
+    def _wait_for_sums(self) -> None:
         """Waits until all additions on the host are in `grads`."""
         if self._adder is not None:
             self._adder.finish()
@@ -401,27 +403,45 @@ class Gradients:
     def drop(self) -> None:
         """Forgets all gradients since the last step, and what has failed on their way."""
         self._lane.drop()
-        self.wait_for_sums()
+        self._wait_for_sums()
         self._sums.clear()
         self._on_host.clear()
         self._norms.clear()
         self._set.clear()
         self._set_alone.clear()
 
-    def stepped(self) -> list[torch.Tensor]:
-        """The gradients that the coming step takes, by group. All are complete, and none runs.
+    def complete(self, core: _core.OffloadEngine) -> None:
+        """The next step of `core` takes what there is, behind all copies and additions.
+
+        None is running.
 
         Raises:
             ValueError: there is not as much memory as gradients that were set take.
+            OSError: a copy has failed.
         """
         current = self._norms.keys() | self._on_host | self._set
         for fragment in self._written - current:
             self._grad(fragment).zero_()
             self._values_set.pop(fragment, None)
         self._written &= current
-        if not self._values_set:
+        if self._values_set:
+            self._widen()
+        else:
             self._widened.clear()
-            return self.grads
+        self._lane.order()
+        if self._adder is not None:
+            self._adder.order(core)
+
+    def of(self, run: Run) -> torch.Tensor:
+        """The gradient of a partition that the coming step takes, in host memory."""
+        return self._widened.get(run.group, self.grads[run.group])
+
+    def known(self) -> dict[Run, torch.Tensor]:
+        """None is on the device."""
+        return {}
+
+    def _widen(self) -> None:
+        """Partitions of which gradients were set have theirs in the master's dtype."""
         self.arrive()
         groups = {fragment.group for fragment in self._values_set}
         self._widened = {group: self._wide(group) for group in groups}
@@ -429,7 +449,6 @@ class Gradients:
             wide.copy_(self.grads[group])
         for (group, begin, numel), value in self._values_set.items():
             self._widened[group].narrow(0, begin, numel).copy_(value)
-        return [self._widened.get(group, grad) for group, grad in enumerate(self.grads)]
 
     def _wide(self, group: int) -> torch.Tensor:
         """Memory for a partition's gradient in the master's dtype."""
@@ -442,29 +461,18 @@ class Gradients:
 
     @property
     def owners(self) -> list[object]:
-        """What keeps the memory of `stepped` alive."""
+        """What keeps the memory of what is stepped alive."""
         return [list(self.grads), self._widened]
 
-    def order(self, engine: _core.OffloadEngine) -> None:
-        """The next step of `engine` begins after all copies and additions."""
-        self._lane.order()
-        if self._adder is not None:
-            self._adder.order(engine)
-
-    def use(self, grad_scale: float) -> list[partial[Any]]:
-        """Calls that note a step with all gradients, which later ones are not added to.
+    def note_step(self, grad_scale: float) -> None:
+        """A step has begun with all gradients, which later ones are not added to.
 
         Args:
             grad_scale: what it has scaled them by.
         """
-        return [
-            partial(self._norms.clear),
-            partial(self._on_host.clear),
-            partial(self._set.clear),
-            partial(self._set_alone.clear),
-            partial(self._unscaled.clear),
-            partial(setattr, self, "_last_grad_scale", grad_scale),
-        ]
+        for held in (self._norms, self._on_host, self._set, self._set_alone, self._unscaled):
+            held.clear()
+        self._last_grad_scale = grad_scale
 
     def end(self) -> None:
         """Frees all memory, after `arrive`. Nothing is possible from now on."""

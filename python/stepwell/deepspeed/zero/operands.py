@@ -7,21 +7,19 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from stepwell import _core, _state, optim
+from stepwell import _state, optim
 from stepwell._hyper import Hyper, hyper_of
-from stepwell._tensors import view
 from stepwell.access.under_way import without_waiting
 from stepwell.deepspeed.native import adam
 from stepwell.store.norm import CLIP_EPS
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from stepwell.deepspeed.zero.swapped import SwappedPartitions
 
@@ -101,16 +99,19 @@ def gradient_scale(norm: float, loss_scale: float, clip_grad: float) -> float:
 class Operand(NamedTuple):
     """A flat partition in a step."""
 
-    tensor: _core.AdamTensor | None
-    """None where it is empty."""
-    step: int
-    """The number of this update, from 1."""
+    master: torch.Tensor
     hyper: Hyper
     state: dict[str, Any]
-    """What `optimizer.state` is to have of it."""
-    master: torch.Tensor
-    before: dict[str, Any] | None = None
-    """State that the step goes on from, where that is other memory than `state`."""
+    """What `optimizer.state` is to have of it. Its `step` counts the updates before this one."""
+    runs: dict[str, torch.Tensor]
+    """What the step works with of its state, by the core's names."""
+    key: int = 0
+    """Of its stochastic rounding."""
+
+    @property
+    def memory(self) -> list[object]:
+        """What keeps all of it alive."""
+        return [self.master, self.state, self.runs]
 
 
 class Operands:
@@ -135,7 +136,7 @@ class Operands:
         """
         if self.swapped is not None and group in self.swapped:
             return []
-        return [operand.master, *(each for key, each in operand.state.items() if key != "step")]
+        return [operand.master, *operand.runs.values()]
 
     def moments_bytes(self, master: torch.Tensor) -> int:
         """Bytes of the state that a partition will have, beside the master."""
@@ -203,42 +204,31 @@ class Operands:
             )
         return policy != "propagate"
 
-    def of(
-        self,
-        index: int,
-        ordinal: int,
-        master: torch.Tensor,
-        grad: torch.Tensor | None,
-        twin: torch.Tensor | None,
-    ) -> Operand:
+    def of(self, index: int, ordinal: int, master: torch.Tensor) -> Operand:
         """A partition in the coming step.
 
         Args:
             index: of the parameter group whose options it has.
             ordinal: of the partition.
             master: the partition.
-            grad: its gradient; None: the engine has it.
-            twin: what the weights are written to in another dtype; None: `master` is what the model
-                gets.
 
         Raises:
             ValueError: it cannot be stepped.
         """
         group = self._optimizer.param_groups[index]
-        views = {
-            "grad": None if grad is None else view(grad),
-            "weight_out": None if twin is None else view(twin),
-        }
         known = self._optimizer.state.get(master) or None
         swapped = self.swapped
         if swapped is None or ordinal not in swapped:
-            return self._of(group, ordinal, master, known, views)
+            return self._of(group, ordinal, master, known)
         known = swapped.known(ordinal, known)
         # State that is away stays there.
         with without_waiting():
-            operand = self._of(group, ordinal, master, known, views)
+            operand = self._of(group, ordinal, master, known)
             placed = swapped.placed(ordinal, operand.state)
-            return operand._replace(state=placed, before=operand.state)
+            if placed is not operand.state and isinstance(placed["step"], torch.Tensor):
+                # What is in memory is a snapshot from then on.
+                placed["step"] = placed["step"].clone()
+            return operand._replace(state=placed)
 
     def _of(
         self,
@@ -246,57 +236,35 @@ class Operands:
         ordinal: int,
         master: torch.Tensor,
         known: dict[str, Any] | None,
-        views: dict[str, Any],
     ) -> Operand:
-        if isinstance(self._optimizer, optim.Adam):
-            return self._ours(self._optimizer, group, ordinal, master, known, views)
-        if is_torchs(self._optimizer):
-            return self._torchs(group, ordinal, master, known, views)
-        return self._deepspeeds(group, master, known, views)
-
-    def _ours(
-        self,
-        optimizer: optim.Adam,
-        group: dict[str, Any],
-        ordinal: int,
-        master: torch.Tensor,
-        known: dict[str, Any] | None,
-        views: dict[str, Any],
-    ) -> Operand:
-        moments, label = optimizer._moments, f"partition {ordinal}"
-        flat = master.detach()
-        state = (
-            self.new_state(flat) if known is None else _state.refreshed(flat, known, moments, label)
-        )
-        tensor = None
-        if flat.numel() > 0:
-            key = _state.key_of(group["seed"], ordinal + (self._rank << 32), flat)
+        flat, label = master.detach(), f"partition {ordinal}"
+        optimizer = self._optimizer
+        if isinstance(optimizer, optim.Adam):
+            moments = optimizer._moments
+            state = (
+                self.new_state(flat)
+                if known is None
+                else _state.refreshed(flat, known, moments, label)
+            )
+            _count_in(state, label)
             runs = {name: state[name] for name in _state.part_names(flat, moments)}
-            tensor = _state.adam_tensor(flat, runs, key=key, **views)
-        return Operand(
-            tensor,
-            1 + _state.step_of(state, lambda: label),
-            hyper_of(group, f"the group of {label}"),
-            state,
-            master,
-        )
-
-    def _deepspeeds(
-        self,
-        group: dict[str, Any],
-        master: torch.Tensor,
-        known: dict[str, Any] | None,
-        views: dict[str, Any],
-    ) -> Operand:
-        flat = master.detach()
+            key = _state.key_of(group["seed"], ordinal + (self._rank << 32), flat)
+            return Operand(master, hyper_of(group, f"the group of {label}"), state, runs, key)
         state = self.new_state(flat) if known is None else known
-        return Operand(
-            _plain_tensor(flat, state, views),
-            1 + int(state["step"]),
-            self._deepspeeds_hyper(group),
-            state,
-            master,
-        )
+        _count_in(state, label)
+        runs = {name: state[name] for name in ("exp_avg", "exp_avg_sq")}
+        adam.check(adam.NativeTensors(flat, flat, *runs.values()))
+        if not is_torchs(optimizer):
+            return Operand(master, self._deepspeeds_hyper(group), state, runs)
+        if names := [name for name in _NOT_DONE if group.get(name)]:
+            # Set since the engine was made, or loaded.
+            raise ValueError(
+                f"`{names[0]}` is set for the group of {label}, which the offload engine does not "
+                'do. hint: "stepwell": {"engine": false} in the DeepSpeed JSON'
+            )
+        # Bias correction is no choice there.
+        hyper = hyper_of({**group, "bias_correction": True}, f"the group of {label}")
+        return Operand(master, hyper, state, runs)
 
     def _deepspeeds_hyper(self, group: dict[str, Any]) -> Hyper:
         optimizer: Any = self._optimizer
@@ -328,40 +296,24 @@ class Operands:
                 if moment is None
                 else moment.to(master.device)
             )
+        state["step"] = int(state["step"])
         hyper = self._deepspeeds_hyper(self._optimizer.param_groups[index])
-        return Operand(None, 1 + int(state["step"]), hyper, state, master)
+        return Operand(master, hyper, state, {})
 
-    def _torchs(
-        self,
-        group: dict[str, Any],
-        ordinal: int,
-        master: torch.Tensor,
-        known: dict[str, Any] | None,
-        views: dict[str, Any],
-    ) -> Operand:
-        label = f"partition {ordinal}"
-        if names := [name for name in _NOT_DONE if group.get(name)]:
-            # Set since the engine was made, or loaded.
-            raise ValueError(
-                f"`{names[0]}` is set for the group of {label}, which the offload engine does not "
-                'do. hint: "stepwell": {"engine": false} in the DeepSpeed JSON'
-            )
-        flat = master.detach()
-        state = self.new_state(flat) if known is None else known
-        return Operand(
-            _plain_tensor(flat, state, views),
-            1 + _state.step_of(state, lambda: label),
-            # Bias correction is no choice there.
-            hyper_of({**group, "bias_correction": True}, f"the group of {label}"),
-            state,
-            master,
-        )
+    def begun(self, operands: Iterable[Operand]) -> list[Callable[[], object]]:
+        """What is called when their step begins, for `optimizer.state` to have what it works with.
 
-    def commit(self, operands: Sequence[Operand], submission: Sequence[partial[Any]]) -> None:
-        """Makes the calls of `submission` and counts the updates, both or none."""
+        Functions of C.
+        """
+        # One call, of hashes that are known: a tensor's is a function in Python.
+        states = {operand.master: operand.state for operand in operands}
+        return [partial(self._optimizer.state.update, states)]
+
+    def note_step(self) -> None:
+        """A step has begun."""
         # Schedulers of torch's look at it, to warn of a step of theirs before the first of these.
-        optimizer = self._optimizer
-        calls: list[partial[Any]] = [*submission, partial(setattr, optimizer, "_opt_called", True)]
+        optimizer: Any = self._optimizer
+        optimizer._opt_called = True
         hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
         if hooks and not self._has_warned:
             self._has_warned = True
@@ -371,27 +323,12 @@ class Operands:
                 "before, then DeepSpeed's own path calls them",
                 type(optimizer).__name__,
             )
-        for operand in operands:
-            count = operand.state["step"]
-            is_tensor = isinstance(count, torch.Tensor)
-            stepped = _state.step_tensor(operand.step) if is_tensor else operand.step
-            calls.append(partial(operand.state.__setitem__, "step", stepped))
-        # One call, of hashes that are known: a tensor's is a function in Python.
-        states = {operand.master: operand.state for operand in operands}
-        calls.append(partial(optimizer.state.update, states))
-        # Not a loop, and no function in Python behind the submit: there it runs signal handlers,
-        # and Ctrl-C must not come between two of these calls.
-        deque(map(partial.__call__, calls), maxlen=0)
 
 
-def _plain_tensor(
-    flat: torch.Tensor, state: dict[str, Any], views: dict[str, Any]
-) -> _core.AdamTensor | None:
-    """A partition with uncoded moments; None where it is empty."""
-    exp_avg, exp_avg_sq = state["exp_avg"], state["exp_avg_sq"]
-    adam.check(adam.NativeTensors(flat, flat, exp_avg, exp_avg_sq))
-    if flat.numel() == 0:
-        return None
-    return _core.AdamTensor(
-        param=view(flat), exp_avg=view(exp_avg), exp_avg_sq=view(exp_avg_sq), **views
-    )
+def _count_in(state: dict[str, Any], label: str) -> None:
+    """Gives the count of updates a form that steps can add to: torch's, or a number."""
+    count = _state.step_of(state, lambda: label)
+    if isinstance(state["step"], torch.Tensor):
+        _state.repair_step(state, count)
+    else:
+        state["step"] = count

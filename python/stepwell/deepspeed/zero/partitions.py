@@ -5,14 +5,20 @@ device. In host memory it has a master, a gradient and, where the master has ano
 of the weights. Bytes per parameter for a 16-bit model with fp32 master and moments: 4 + 2 + 2, and
 8 for the moments, which the caller holds. All of it is announced before any is taken.
 
-The weights may also be in host memory, whence the caller uploads them by itself. Then they are
-their own twin: a step writes them in place, and the engine uploads nothing. Where the master has
-their dtype they are copied from it at the end of the step.
+- A partition is one span of the engine. Where updates are deferred its spans are *runs*: what lies
+  in it of one parameter, so that channels of that can be selected. Where the partition cuts a row,
+  that part of it is a run of its own. Masters and moments stay flat: a run is a view of them. The
+  gradients are in the engine's memory then: 7 bytes per parameter with `interval=4`, and .5 for
+  weights that run ahead.
+- The weights may also be in host memory, whence the caller uploads them by itself. Then they are
+  their own twin: a step writes them in place, and the engine uploads nothing. Where the master has
+  their dtype they are copied from it at the end of the step.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import time
 import weakref
@@ -21,61 +27,61 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from stepwell import _core
-from stepwell._budget import announce, note_pinned
-from stepwell._streams import current_stream, device_name
-from stepwell._tensors import tensor_on
+from stepwell import _core, _state
+from stepwell._budget import GIB, announce
+from stepwell._streams import current_stream
+from stepwell._tensors import name_of, tensor_on, view
 from stepwell.access.guard import Uploads, exposed
+from stepwell.access.under_way import without_waiting
 from stepwell.access.writes import ThreadWait, Writes
 from stepwell.deepspeed.zero.fragment import Fragment
 from stepwell.deepspeed.zero.gradients import Gradients
 from stepwell.deepspeed.zero.lanes import CudaLane, EngineLane, Lane, ThreadLane
+from stepwell.deepspeed.zero.runs import Run, RunGradients, runs_of
 from stepwell.ranks.gathering import Gatherer
+from stepwell.store.deferred import Extents, memory_of
+from stepwell.store.engine import Engine, Submitted, Window
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
+    from stepwell.deepspeed.zero.operands import Operand
     from stepwell.deepspeed.zero.partition import Partition
+    from stepwell.deepspeed.zero.runs import Source
     from stepwell.deepspeed.zero.swapped import SwappedPartitions
     from stepwell.ranks.peers import Peers
+    from stepwell.store.deferred import Deferred
+    from stepwell.store.selection import Selected
 
-__all__ = [
-    "FragmentUploads",
-    "PartitionWork",
-    "Partitions",
-    "Update",
-    "host_memory",
-]
-
+__all__ = ["Deferral", "PartitionWork", "Partitions", "Prepared"]
 
 _LOGGER = logging.getLogger(__name__)
 
 
-def host_memory(
-    engine: _core.OffloadEngine, numel: int, dtype: torch.dtype, *, is_pinned: bool
-) -> torch.Tensor:
-    """Host memory of its own for so many elements, pinned by `engine` if `is_pinned`; zeros."""
-    if numel == 0:
-        return torch.empty(0, dtype=dtype, device="cpu")
-    buffer = _core.Buffer(numel * dtype.itemsize)
-    if is_pinned:
-        engine.pin(buffer)
-    return tensor_on(buffer).view(dtype)
+class Deferral(NamedTuple):
+    """How updates of partitions are deferred."""
+
+    options: Deferred
+    sources: Mapping[Fragment, Source]
+    """All fragments, in the order of the forward."""
+    is_alone: bool
+    """Whether no other rank has these weights. Those that ranks hold on the device are equal at any
+    time: of several, what is applied past a step follows with the next one, or with `upload`."""
 
 
-class Update(NamedTuple):
-    """One partition of a step."""
+class Prepared(NamedTuple):
+    """A step that is ready to begin."""
 
-    group: int
-    tensor: _core.AdamTensor
-    step: int
-    hyper: _core.Hyper
+    operands: Mapping[int, Operand]
+    owners: list[object]
+    """What keeps its memory alive."""
 
 
-class Partitions:
+class Partitions(Uploads):
     """Memory, steps and waits of a list of partitions, one per group.
 
     Attributes:
+        engine: what steps.
         gradients: of all partitions.
         twins: the host side of each partition's weights; None where that is the master itself.
         claim: host memory that is announced, until it is taken.
@@ -83,6 +89,8 @@ class Partitions:
     Args:
         partitions: of all groups.
         device: where gradients are made, and weights that are not offloaded are.
+        fragments: of parameters that forwards wait for what is stepped of them: all.
+        order: of the partitions, in which they are stepped; None: as they are given.
         threads: workers that step; None: as `OffloadEngine` has it.
         host_bytes_max: the most host memory that may be taken; None: what is free.
         is_pinned: whether the host side of gradients and weights is pinned where no state is on a
@@ -92,6 +100,7 @@ class Partitions:
             down again in each, are pinned beside a volume too. A program may change it: results do
             not depend on it, and sums that are not pinned take longer.
         swapped: makes a volume for state that does not fit into host memory; None: all is there.
+        deferral: which updates are deferred; None: none is.
 
     Raises:
         OSError: the device, the memory or the volume cannot be had.
@@ -103,117 +112,169 @@ class Partitions:
         partitions: Sequence[Partition],
         *,
         device: torch.device,
+        fragments: Mapping[torch.Tensor, Fragment] | None = None,
+        order: Sequence[int] | None = None,
         threads: int | None = None,
         host_bytes_max: int | None = None,
         is_pinned: bool = True,
         adds_on_host: bool = False,
         accumulation_steps: int = 1,
         swapped: SwappedPartitions | None = None,
+        deferral: Deferral | None = None,
     ) -> None:
         self.device = device
-        numels = [partition.weight.numel() for partition in partitions]
         if swapped is not None:
             beside = sum(map(_bytes_beside_state, partitions))
             limit = None if host_bytes_max is None else max(host_bytes_max - beside, 0)
             swapped.open(partitions, limit, beside=beside, threads=threads, finish=self.finish)
             swapped = None if swapped.core is None else swapped
+        self._swapped, self._deferral = swapped, deferral
+        self._weights = [partition.weight for partition in partitions]
+        # Where updates are deferred, by fragment.
+        runs = {} if deferral is None else _runs(deferral.sources)
+        self._runs = list(itertools.chain.from_iterable(runs.values()))
+        if deferral is None:
+            sizes = [partition.weight.numel() for partition in partitions]
+            self._runs = [Run(group, 0, numel, 0) for group, numel in enumerate(sizes)]
+        numbers = {run: span for span, run in enumerate(self._runs)}
+        self._of_fragment = {
+            fragment: [Window(numbers[run], 0, run.numel) for run in each]
+            for fragment, each in runs.items()
+        }
+        dtypes = [partition.weight.dtype for partition in partitions]
+        extents = Extents(
+            [run.numel for run in self._runs],
+            [name_of(dtypes[run.group]) for run in self._runs],
+            [run.row_len for run in self._runs],
+        )
         # Moments are taken later.
-        self.claim, host_bytes_left = _announce(partitions, host_bytes_max, swapped)
-        pins_sums = is_pinned and adds_on_host and accumulation_steps > 1
-        is_pinned = is_pinned and swapped is None
-        pins_grads = is_pinned or pins_sums
-        self._swapped = swapped
-        self._engine = _core.OffloadEngine(
-            device_name(self.device),
-            numels,
+        self.claim, host_bytes_left = _announce(
+            partitions, host_bytes_max, swapped, deferral, extents
+        )
+        # What stands for each span.
+        self._spans = [torch.empty(0, device="cpu") for _ in self._runs]
+        tier = None
+        if swapped is not None:
+            tier = {"swap": swapped.core, "swapped": swapped.indices(len(partitions))}
+        waiting = {} if fragments is None else fragments
+        self.engine = Engine(
+            device,
+            self._spans,
+            extents,
+            windows={param: self._windows([each]) for param, each in waiting.items()},
             threads=threads,
-            swap=None if swapped is None else swapped.core,
-            swapped=None if swapped is None else swapped.indices(len(numels)),
+            deferred=None if deferral is None else deferral.options,
+            tier=tier,
         )
-        self._submit_stream = 0
-        # None while a step is being submitted: weights that are waited for then are old ones.
-        self._step_stream: int | None = 0
-        grads: list[torch.Tensor] = []
-        self.gradients = Gradients(
-            grads,
-            [partition.master.dtype for partition in partitions],
-            device=self.device,
-            lane=self._lane(is_pinned=pins_grads),
-            is_summed_on_host=adds_on_host,
-            host_bytes_left=host_bytes_left,
-            end_last_step=self._end_last_step,
-        )
+        pins_sums = is_pinned and adds_on_host and accumulation_steps > 1
+        # What is deferred is pinned in any case.
+        is_pinned = deferral is not None or (is_pinned and swapped is None)
+        self.gradients: Gradients | RunGradients
+        if deferral is not None:
+            self.gradients = RunGradients(self.engine.core, runs, dtypes, device)
+        else:
+            pins_grads = is_pinned or pins_sums
+            self.gradients = Gradients(
+                [
+                    self._memory(each.weight.numel(), each.grad_dtype, pins_grads)
+                    for each in partitions
+                ],
+                [partition.master.dtype for partition in partitions],
+                device=device,
+                lane=self._lane(is_pinned=pins_grads),
+                is_summed_on_host=adds_on_host,
+                host_bytes_left=host_bytes_left,
+                end_last_step=self._end_last_step,
+            )
         # The engine unpins what is added to.
-        self._finalizer = weakref.finalize(self, _drain, self._engine, self.gradients)
-        self.twins: list[torch.Tensor | None] = []
-        # Offloaded weights with the masters that they are copies of, and whether the last step has
-        # not been copied.
+        self._finalizer = weakref.finalize(self, _drain, self.gradients)
+        self._is_offloaded = [partition.is_offloaded for partition in partitions]
+        # Offloaded weights with the masters that they are copies of, and the step that was copied.
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._is_uncopied = False
+        self._copied: Submitted | None = None
         self.resumed: dict[int, int] = {}
         """Of partitions that a resumed volume has: how many updates they have seen."""
-        for group, (master, weight, grad_dtype, _, is_offloaded) in enumerate(partitions):
-            numel, is_same = weight.numel(), master.dtype == weight.dtype
-            if swapped is not None and swapped.has_master(group):
-                host_side = (
-                    weight
-                    if is_offloaded
-                    else host_memory(self._engine, numel, weight.dtype, is_pinned=is_pinned).copy_(
-                        weight
-                    )
-                )
-                self._begin(group, host_side, weight)
-                self.twins.append(host_side)
-                grads.append(host_memory(self._engine, numel, grad_dtype, is_pinned=pins_grads))
-                continue
-            moved = host_memory(
-                self._engine,
-                numel,
-                master.dtype,
-                is_pinned=is_pinned and is_same and not is_offloaded,
-            )
-            twin: torch.Tensor | None = None
-            if is_same:
-                self._copies += [(weight, master)] if is_offloaded else []
-            elif is_offloaded:
-                twin = weight
-            else:
-                twin = host_memory(self._engine, numel, weight.dtype, is_pinned=is_pinned)
-            if master.numel() == numel:
-                moved.copy_(master.detach())
-            elif twin is None or is_offloaded:
-                moved.copy_(weight)
-            else:
-                # By way of pinned memory, and widened by all cores.
-                moved.copy_(twin.copy_(weight))
-            master.data = moved
-            if swapped is not None and group in swapped:
-                self._begin(group, master.detach(), weight)
-            self.twins.append(twin)
-            grads.append(host_memory(self._engine, numel, grad_dtype, is_pinned=pins_grads))
-        note_pinned(self, self._engine.pinned_nbytes)
-        self._is_offloaded = [partition.is_offloaded for partition in partitions]
-        # Of the step before.
+        self.twins: list[torch.Tensor | None] = [
+            self._move(group, partition, is_pinned=is_pinned)
+            for group, partition in enumerate(partitions)
+        ]
+        self.engine.pin([])
+        self._spans_of: list[list[int]] = [[] for _ in partitions]
+        for span, run in enumerate(self._runs):
+            self._spans_of[run.group].append(span)
+        self.order = list(range(len(partitions))) if order is None else list(order)
+        """The partitions, as they are stepped."""
+        spans = itertools.chain.from_iterable(self._spans_of[group] for group in self.order)
+        self._places = [0] * len(self._runs)
+        for place, span in enumerate(spans):
+            self._places[span] = place
+        # Tensors of the core, by span, with where their memory is.
+        self._tensors: dict[int, tuple[tuple[int, ...], _core.AdamTensor]] = {}
         self._bytes_downloaded = 0
-        self.seconds_waited = 0.0
-        """Of threads, for weights of the last step."""
+        self._seconds_behind_last = 0.0
         self._writes: Writes[Sequence[Fragment]] = Writes(
-            self._wait_for_parts, partial(self._engine.synchronize, stream=0)
+            self._wait_for_parts, partial(self.engine.core.synchronize, stream=0)
         )
         self._has_said_why = False
         self._thread_wait = ThreadWait(device)
-        # Of steps: how many were submitted, and of which all copies have ended.
-        self._last_step = self._drained_step = 0
+        # The last step of which all copies have ended.
+        self._drained: Submitted | None = None
+        # Of several ranks the last step that was applied past the weights on the device.
+        self._applied_past: Submitted | None = None
         self.are_weights_read_elsewhere = False
         """Whether weights on the device are read on streams that come after no other."""
         # Of several ranks.
         self._gatherer: Gatherer | None = None
 
+    def _memory(self, numel: int, dtype: torch.dtype, is_pinned: bool) -> torch.Tensor:
+        """Host memory of its own for so many elements; zeros."""
+        if numel == 0:
+            return torch.empty(0, dtype=dtype, device="cpu")
+        buffer = _core.Buffer(numel * dtype.itemsize)
+        if is_pinned:
+            self.engine.core.pin(buffer)
+        return tensor_on(buffer).view(dtype)
+
     def _lane(self, *, is_pinned: bool) -> Lane:
         """The way down of gradients, to host memory that is pinned or not."""
         if self.device.type != "cuda":
-            return EngineLane(self._engine)
-        return CudaLane(self.device, self._engine) if is_pinned else ThreadLane(self.device)
+            return EngineLane(self.engine.core)
+        return CudaLane(self.device, self.engine.core) if is_pinned else ThreadLane(self.device)
+
+    def _move(self, group: int, partition: Partition, *, is_pinned: bool) -> torch.Tensor | None:
+        """Takes host memory for the master and the weights of a partition, and moves them there.
+
+        Returns the host side of its weights; None: the master is.
+        """
+        master, weight, _, _, is_offloaded = partition
+        numel, swapped = weight.numel(), self._swapped
+        if swapped is not None and swapped.has_master(group):
+            twin = weight
+            if not is_offloaded:
+                twin = self._memory(numel, weight.dtype, is_pinned=is_pinned).copy_(weight)
+            self._begin(group, twin, weight)
+            return twin
+        is_same = not partition.is_rounded
+        is_upload = is_same and not is_offloaded
+        moved = self._memory(numel, master.dtype, is_pinned=is_pinned and is_upload)
+        if is_same:
+            host_side = None
+            self._copies += [(weight, master)] if is_offloaded else []
+        else:
+            host_side = weight
+            if not is_offloaded:
+                host_side = self._memory(numel, weight.dtype, is_pinned=is_pinned)
+        if master.numel() == numel:
+            moved.copy_(master.detach())
+        elif host_side is None or is_offloaded:
+            moved.copy_(weight)
+        else:
+            # By way of pinned memory, and widened by all cores.
+            moved.copy_(host_side.copy_(weight))
+        master.data = moved
+        if swapped is not None and group in swapped:
+            self._begin(group, master.detach(), weight)
+        return host_side
 
     def _begin(self, group: int, host_side: torch.Tensor, weight: torch.Tensor) -> None:
         """The volume is told of the host side of a partition's weights.
@@ -227,8 +288,13 @@ class Partitions:
 
     def pin(self, buffer: _core.Buffer) -> None:
         """Pins the memory of weights that are offloaded, as long as this object can step."""
-        self._engine.pin(buffer)
-        note_pinned(self, self._engine.pinned_nbytes)
+        self.engine.pin([(buffer, 0, buffer.nbytes)])
+
+    def _windows(self, fragments: Iterable[Fragment]) -> list[Window]:
+        """The elements of spans that fragments have."""
+        if self._deferral is None:
+            return [Window(group, begin, begin + numel) for group, begin, numel in fragments]
+        return [window for each in fragments for window in self._of_fragment.get(each, ())]
 
     def arrive(self) -> None:
         """Waits until all gradients that were sent or added on the host are there."""
@@ -238,7 +304,7 @@ class Partitions:
     def drop(self) -> None:
         """Forgets all gradients since the last step."""
         self.gradients.drop()
-        self._engine.discard()
+        self.engine.discard()
 
     def let_go(self) -> None:
         """A forward or backward begins: what was copied in the last one is freed on the device."""
@@ -256,7 +322,7 @@ class Partitions:
         """Whether a step is running in host memory."""
         if not self._finalizer.alive:
             return False
-        return self._engine.busy or (self._gatherer is not None and self._gatherer.is_busy)
+        return self.engine.busy or (self._gatherer is not None and self._gatherer.is_busy)
 
     def has_ended(self) -> bool:
         """Whether no step is running. If so, no use of what the last one has written waits.
@@ -269,73 +335,162 @@ class Partitions:
             self.finish()
         return True
 
-    def stepped_grads(self) -> list[torch.Tensor]:
-        """As `Gradients.stepped`, after the last step is complete."""
-        self.finish()
-        return self.gradients.stepped()
-
-    def prepare(
-        self,
-        updates: Sequence[Update],
-        weights: Sequence[torch.Tensor],
-        in_use: Sequence[object],
-        *,
-        grad_scale: float,
-    ) -> list[partial[Any]]:
-        """Makes everything ready for a step, and returns the calls that start it in the background.
-
-        They are made one directly after the other. The first raises ValueError where the step
-        cannot be taken, with nothing changed, and OSError where the device has failed. After them
-        comes `forget`, or `drop` if it raised.
+    def score(self, *, is_deferred: bool, is_selected: bool) -> None:
+        """Scores channels of which some may be selected; the norm that comes next is waited for.
 
         Args:
-            updates: all partitions, in the order in which they are stepped; their tensors have
-                `stepped_grads` and `twins`.
-            weights: the partitions' weights.
-            in_use: what keeps the memory of the updates alive; held until the step has ended.
-            grad_scale: the factor of all gradients.
+            is_deferred: whether the coming step is.
+            is_selected: whether an exact step is to select.
+        """
+        selector = self.engine.selector
+        if selector is None:
+            return
+        spans: list[torch.Tensor] = []
+        grads: list[torch.Tensor] = []
+        if is_deferred or is_selected:
+            found = self.gradients.known()
+            for span, run in zip(self._spans, self._runs, strict=True):
+                if run in found:
+                    spans.append(span)
+                    grads.append(found[run])
+        selector.score(spans, grads, self.engine.next_group() if is_deferred else None)
+
+    def end_last_step(self) -> None:
+        """A step comes: waits until the last one is complete. `prepare` comes next.
+
+        Raises:
+            OSError: it has failed, or a drive has.
         """
         self.claim.end()
+        begin = time.perf_counter()
         self.finish()
+        self._seconds_behind_last = time.perf_counter() - begin
         if self._swapped is not None:
             self._swapped.check()
-        self.gradients.order(self._engine)
-        groups = [update.group for update in updates]
+
+    def prepare(self, operands: Mapping[int, Operand], weights: Sequence[torch.Tensor]) -> Prepared:
+        """Makes everything ready for a step, behind `end_last_step`.
+
+        Args:
+            operands: of the partitions that are stepped, by their number.
+            weights: of all partitions.
+
+        Returns:
+            what `submit` takes.
+
+        Raises:
+            ValueError: a partition cannot be stepped.
+            OSError: the device or a copy of a gradient has failed.
+        """
+        self.gradients.complete(self.engine.core)
+        store, groups = self.engine.store, [self._spans_of[group] for group in operands]
+        stepped = list(itertools.chain.from_iterable(groups))
+        grads = [self.gradients.of(self._runs[span]) for span in stepped]
+        store.look(
+            [[self._spans[span] for span in group] for group in groups], None, (), grads=grads
+        )
+        # State that is away stays there.
+        with without_waiting():
+            for position, (span, grad) in enumerate(zip(stepped, grads, strict=True)):
+                run = self._runs[span]
+                operand = operands[run.group]
+                store.bind(
+                    position,
+                    self._tensor(span, operand, grad),
+                    grad,
+                    state=operand.state,
+                    parts=[],
+                    piece=self._part(run, weights[run.group]),
+                    uploads=not self._is_offloaded[run.group],
+                    is_kept=False,
+                )
+            memory = [each.memory for each in operands.values()]
+        owners = [memory, list(weights), list(self.twins), *self.gradients.owners]
+        return Prepared(operands, owners)
+
+    def _part(self, run: Run, flat: torch.Tensor) -> torch.Tensor:
+        """What a run has of a tensor of its partition, which may be all."""
+        # A view counts as another holder of the memory (`exposure`).
+        return flat if self._deferral is None else flat.narrow(0, run.begin, run.numel)
+
+    def _tensor(self, span: int, operand: Operand, grad: torch.Tensor) -> _core.AdamTensor | None:
+        """A span as the core takes it; None: it is empty. Where it is seldom changes."""
+        run = self._runs[span]
+        if run.numel == 0:
+            return None
+        held = {"param": operand.master.detach(), **operand.runs}
+        twin = self.twins[run.group]
+        if twin is not None:
+            held["weight_out"] = twin
+        if self._deferral is None:
+            held["grad"] = grad
+        else:
+            # Moments are not coded, of which there are no parts.
+            held = {name: self._part(run, each) for name, each in held.items()}
+        where = (operand.key, *(each.data_ptr() for each in held.values()))
+        known = self._tensors.get(span)
+        if known is None or known[0] != where:
+            weight_out, grad_view = (
+                view(held.pop(name)) if name in held else None for name in ("weight_out", "grad")
+            )
+            tensor = _state.adam_tensor(
+                held.pop("param"), held, grad=grad_view, weight_out=weight_out, key=operand.key
+            )
+            known = self._tensors[span] = where, tensor
+        return known[1]
+
+    def submit(
+        self,
+        prepared: Prepared,
+        *,
+        grad_scale: float,
+        at_once: Collection[Fragment] | None = None,
+        begun: Sequence[Callable[[], object]] = (),
+    ) -> None:
+        """Has a step begin in the background: all of it, or nothing. `forget` comes next.
+
+        Args:
+            prepared: what is stepped.
+            grad_scale: the factor of all gradients.
+            at_once: the step is deferred, but for these; None: it is exact.
+            begun: what is called when it has begun: functions of C, without arguments.
+
+        Raises:
+            ValueError: the step cannot be taken; nothing was changed.
+            OSError: the device has failed.
+        """
+        operands, owners = prepared
+        spans = None if at_once is None else {window.span for window in self._windows(at_once)}
+        selected: list[Selected] = []
+        now = None if spans is None else [self._spans[span] for span in sorted(spans)]
+        selector = self.engine.selector
+        if selector is not None:
+            selected = selector.choose(now)
+            selector.drop(now or ())
         leaving: list[partial[Any]] = []
         if self._swapped is not None:
-            in_use = [*in_use, self._swapped.in_use(groups)]
-            leaving = self._swapped.leaving(groups)
+            owners = [*owners, self._swapped.in_use(operands)]
+            leaving = self._swapped.leaving(operands)
         self._bytes_downloaded, self.gradients.bytes_sent = self.gradients.bytes_sent, 0
-        self.seconds_waited = 0.0
-        self._submit_stream, self._step_stream = self.stream(), None
-        submit = partial(
-            self._engine.submit,
-            groups,
-            [update.tensor for update in updates],
-            weights=[
-                None if self._is_offloaded[update.group] else weights[update.group].data_ptr()
-                for update in updates
-            ],
-            steps=[update.step for update in updates],
-            hypers=[update.hyper for update in updates],
-            owners=[*in_use, list(weights), list(self.twins), *self.gradients.owners],
-            stream=self._submit_stream,
+        coming = self.engine.announce(Submitted(current_stream(self.device), verified=self._spans))
+        self.engine.submit(
+            coming,
+            [each.hyper.core(grad_scale) for each in operands.values()],
+            at_once=now,
+            selected=selected,
+            num_settled=self.engine.store.num_settled,
+            owners=owners,
+            order=self._places,
+            begun=[*begun, *leaving],
         )
-        return [
-            submit,
-            partial(setattr, self, "_step_stream", self._submit_stream),
-            partial(setattr, self, "_is_uncopied", bool(self._copies)),
-            partial(setattr, self, "_last_step", self._last_step + 1),
-            *self.gradients.use(grad_scale),
-            *leaving,
-        ]
+        self.gradients.note_step(grad_scale)
 
     def forget(self) -> None:
         """The gradients since the last step have been used.
 
         From now on their device memory may be written or freed.
         """
-        self._engine.release(stream=self._submit_stream)
+        self.engine.release()
         self.gradients.let_go()
 
     def protect(
@@ -343,7 +498,7 @@ class Partitions:
     ) -> bool:
         """Has uses of tensors wait for the step that comes, each for its own part.
 
-        Call it between `prepare` and its calls.
+        Call it between `prepare` and `submit`.
 
         Args:
             parts: plain tensors that the step writes, with what they hold.
@@ -373,9 +528,11 @@ class Partitions:
 
     def _wait_for_parts(self, parts: Iterable[Sequence[Fragment]]) -> bool:
         with self._thread_wait.waiting():
-            return self.wait(fragment for part in parts for fragment in part)
+            return self.wait_for(fragment for part in parts for fragment in part)
 
-    def settle(self) -> None:
+    # ---- waits ----
+
+    def end_left_step(self) -> None:
         """Called after an exception that may have come after the submit.
 
         When it returns, the step is complete, or there was none.
@@ -383,35 +540,39 @@ class Partitions:
         # A gradient that has not come down stops a step before the submit.
         with contextlib.suppress(OSError, RuntimeError):
             self.arrive()
+        self.engine.withdraw()
         with contextlib.suppress(OSError):
-            if self._step_stream is None:
-                # None was submitted: waits are for the last one again, and end it.
-                self._step_stream = self._submit_stream
             self.finish()
 
-    def wait(self, fragments: Iterable[Fragment]) -> bool:
-        """The current stream and the step's stream wait for the new weights of `fragments`.
+    def wait(self, params: Iterable[torch.Tensor], /) -> bool:
+        """The current stream and the step's stream wait for the weights of `params`.
 
         Returns whether these are the weights of the last step; not so while one is being submitted.
         """
         self.gradients.let_go()
-        # Read before the wait: a step may be submitted on another thread meanwhile.
-        started, step_stream = time.perf_counter(), self._step_stream
-        streams = self.streams(step_stream)
-        for group, begin, numel in fragments:
-            for stream in streams:
-                self._engine.wait(group, begin, begin + numel, stream=stream)
-        self.seconds_waited += time.perf_counter() - started
-        return step_stream is not None
+        return self.engine.wait(params)
+
+    def wait_for(self, fragments: Iterable[Fragment]) -> bool:
+        """As `wait`, of fragments."""
+        self.gradients.let_go()
+        return self.engine.wait_for(self._windows(fragments))
+
+    def wait_for_all(self) -> None:
+        """The current stream and the step's stream wait for all weights that come with the step.
+
+        What of it goes on in host memory is not waited for.
+        """
+        self.engine.wait_for([Window(span, 0, run.numel) for span, run in enumerate(self._runs)])
 
     def _end_last_step(self) -> None:
-        if self._engine.busy:
+        if self.engine.busy:
             self.finish()
 
     def finish(self) -> None:
         """Waits until the last step is complete in host memory, and gathered where ranks gather.
 
-        The current stream and the stream that the step began on wait for the weights.
+        The current stream and the stream that the step began on wait for the weights. What is
+        deferred stays so.
 
         Raises:
             OSError: the step has failed, here or on another rank that gathers.
@@ -419,46 +580,79 @@ class Partitions:
         if not self._finalizer.alive:
             return
         # Read before the wait: a step may be submitted on another thread meanwhile.
-        step, step_stream = self._writes.num_steps, self._step_stream
-        last = self._last_step
-        for stream in self.streams(step_stream):
-            self._engine.finish(stream=stream)
+        step, is_last_step = self._writes.num_steps, self.engine.is_last_step
+        last = self.engine.submitted
+        self.engine.finish()
         if self._gatherer is not None:
-            self._gatherer.finish(self.streams(step_stream))
+            self._gatherer.finish(self.engine.streams)
             self._gatherer.synchronize()
-        if self.are_weights_read_elsewhere and self._drained_step != last:
+        if self.are_weights_read_elsewhere and self._drained is not last:
             # Of a step once: gradients that are on their way would be waited for, too.
-            self._engine.synchronize(stream=self.stream())
-            self._drained_step = last
-        if step_stream is not None:
+            self.engine.synchronize()
+            self._drained = last
+        if is_last_step:
             self._writes.clear(step)
-        if self._is_uncopied:
+        if self._copies and self._copied is not last:
             with torch.no_grad():
                 for weight, master in self._copies:
                     weight.copy_(master)
-            self._is_uncopied = False
+            self._copied = last
+
+    def settle(self) -> None:
+        """Applies all that is deferred. Does nothing in a step, and where nothing is.
+
+        Raises:
+            OSError: the step or the device has failed.
+        """
+        if self._deferral is None or not self._finalizer.alive:
+            return
+        with self.engine.lock:
+            is_past = not self._deferral.is_alone and self.engine.will_settle
+            kept = [weight.clone() for weight in self._weights] if is_past else []
+            self.engine.settle()
+            with torch.no_grad():
+                for weight, before in zip(self._weights, kept, strict=False):
+                    weight.copy_(before)
+            if is_past:
+                self._applied_past = self.engine.submitted
+
+    def complete(self) -> None:
+        """Waits as `finish`, with all updates: masters and moments are those of the last step."""
+        self.settle()
+        self.finish()
+
+    def has_pending(self) -> bool:
+        """Whether updates are deferred that no exact step has followed."""
+        return self._deferral is not None and self.engine.has_pending()
 
     @property
-    def step_stream(self) -> int | None:
-        """The stream that the last step was submitted on; None while one is being submitted."""
-        return self._step_stream
+    def is_landed(self) -> bool:
+        """Whether the weights on the device lack no update."""
+        submitted = self.engine.submitted
+        return not self.has_pending() and (submitted is None or self._applied_past is not submitted)
+
+    def upload(self, masters: Sequence[torch.Tensor]) -> None:
+        """Of several ranks: this rank's weights on the device are those of the last step."""
+        self.complete()
+        if self.is_landed:
+            return
+        with torch.no_grad():
+            for weight, twin, master in zip(self._weights, self.twins, masters, strict=True):
+                weight.copy_(master.detach() if twin is None else twin)
+        self._applied_past = None
 
     def gather(self, peers: Peers) -> Gatherer:
         """Makes what brings the new weights of this rank to the others, and theirs here.
 
         From now on a step is complete when these have come.
         """
-        self._gatherer = Gatherer(self._engine, peers, self.device)
+        self._gatherer = Gatherer(self.engine.core, peers, self.device)
         return self._gatherer
-
-    def streams(self, step_stream: int | None) -> set[int]:
-        """The current stream, and that of the last step."""
-        return {self.stream(), *([] if step_stream is None else [step_stream])}
 
     def synchronize(self) -> None:
         """Waits until the last step is complete, and all copies have ended."""
         self.arrive()
-        self._engine.synchronize(stream=self.stream())
+        self.engine.synchronize()
 
     def end(self) -> None:
         """Waits as `synchronize`, and frees gradients and `twins`.
@@ -468,24 +662,20 @@ class Partitions:
         """
         if not self._finalizer.alive:
             return
-        self.finish()
+        self.complete()
         self.drop()
-        self._engine.synchronize(stream=self.stream())
+        self.engine.synchronize()
         # Without a step it lasts until now.
         self.claim.end()
         self._finalizer.detach()
         self._gatherer = None
         self._writes.close()
-        del self._engine
+        self.engine.close()
         self.gradients.end()
         if self._swapped is not None:
             self._swapped.close()
         self.twins.clear()
         self._copies.clear()
-
-    def stream(self) -> int:
-        """The current stream of the device, as the engine knows it."""
-        return current_stream(self.device)
 
     def timing(self) -> dict[str, float]:
         """What the last step took, with the keys of `OffloadAdamW.timing`.
@@ -493,13 +683,20 @@ class Partitions:
         Left out is what the optimizer does before the step. With a volume also how many bytes were
         read and written since it was made.
         """
-        return {
-            **self._engine.timing(),
-            "gate": self.seconds_waited,
-            **({} if self._gatherer is None else {"bytes_gathered": self._gatherer.bytes_received}),
-            "bytes_downloaded": self._bytes_downloaded,
-            **({} if self._swapped is None else self._swapped.bytes_moved()),
-        }
+        engine = self.engine
+        timing: dict[str, float] = {**engine.timing(), "gate": engine.seconds_waited}
+        if self._deferral is None:
+            timing["bytes_downloaded"] = self._bytes_downloaded
+        else:
+            timing["background"] = self._seconds_behind_last
+        if self._gatherer is not None:
+            timing["bytes_gathered"] = self._gatherer.bytes_received
+        if engine.selector is not None:
+            timing["selected_share"] = engine.selector.share
+            timing["selected_bytes"] = engine.selected_bytes
+        if self._swapped is not None:
+            timing.update(self._swapped.bytes_moved())
+        return timing
 
 
 class PartitionWork:
@@ -521,8 +718,8 @@ class PartitionWork:
         self._swapped = swapped
 
     def finish(self) -> None:
-        """Waits until the last step is complete."""
-        self._partitions.finish()
+        """Waits until the last step is complete, with all updates."""
+        self._partitions.complete()
 
     def gradient(self, begin: int, numel: int) -> torch.Tensor:
         """As `Gradients.gradient`."""
@@ -551,28 +748,8 @@ class PartitionWork:
         return self._swapped.pieces(self._group, runs)
 
 
-class FragmentUploads(Uploads):
-    """New weights of parameters: what a `Gate` waits for.
-
-    Args:
-        partitions: what steps them.
-        fragments: each parameter's fragment, which holds the whole parameter.
-    """
-
-    def __init__(self, partitions: Partitions, fragments: Mapping[torch.Tensor, Fragment]) -> None:
-        self._partitions = partitions
-        self._fragments = fragments
-
-    def wait(self, params: Iterable[torch.Tensor], /) -> bool:
-        """The current stream and the step's stream wait for the weights of `params`.
-
-        Returns whether these are the weights of the last step; not so while one is being submitted.
-        """
-        return self._partitions.wait(self._fragments[param] for param in params)
-
-    def finish(self) -> None:
-        """The current stream waits for all of them."""
-        self._partitions.finish()
+def _runs(sources: Mapping[Fragment, Source]) -> dict[Fragment, list[Run]]:
+    return {fragment: runs_of(fragment, source) for fragment, source in sources.items()}
 
 
 def _bytes_beside_state(partition: Partition) -> int:
@@ -589,17 +766,20 @@ def _announce(
     partitions: Sequence[Partition],
     host_bytes_max: int | None,
     swapped: SwappedPartitions | None,
+    deferral: Deferral | None,
+    extents: Extents,
 ) -> tuple[_core.MemoryClaim, int | None]:
     """Announces what partitions take.
 
     Returns the claim of it, which lasts until all is taken, and what is left of `host_bytes_max`.
     """
-    state = crossing = held = 0
+    state = crossing = held = waiting = 0
     for group, (master, weight, grad_dtype, moments_bytes, is_offloaded) in enumerate(partitions):
         numel, is_same = weight.numel(), weight.dtype == master.dtype
         # Then the master itself is what is uploaded.
         is_upload = is_same and not is_offloaded
-        crossing += weight.nbytes + numel * grad_dtype.itemsize
+        # Gradients that wait for their turn are the engine's.
+        crossing += weight.nbytes + (numel * grad_dtype.itemsize if deferral is None else 0)
         held += weight.nbytes if is_offloaded else 0
         if swapped is None or group not in swapped:
             state += moments_bytes
@@ -609,24 +789,25 @@ def _announce(
     if swapped is not None:
         state += swapped.memory_bytes
         held += swapped.memory_bytes
+    if deferral is not None:
+        memory = memory_of(extents, deferral.options)
+        waiting = memory.pinned
+        if memory.selected:
+            _LOGGER.info("%.2f GiB of device memory for selected channels", memory.selected / GIB)
     claim = announce(
         sum(partition.weight.numel() for partition in partitions),
         state=state,
-        crossing=crossing,
+        crossing=crossing + waiting,
         limit=host_bytes_max,
         held=held,
+        waiting=waiting,
     )
     return claim, None if host_bytes_max is None else host_bytes_max - state - crossing
 
 
-def _drain(engine: _core.OffloadEngine, gradients: Gradients) -> None:
+def _drain(gradients: Gradients | RunGradients) -> None:
+    """Before the engine, which this refers to, lets go of what is pinned."""
     # In a forked child there is nothing to wait for, and what a device that has failed says was
     # said before.
-    waits: list[Callable[[], object]] = [
-        gradients.drain_copies,
-        partial(engine.synchronize, stream=0),
-        gradients.wait_for_sums,
-    ]
-    for wait in waits:
-        with contextlib.suppress(ValueError, OSError, RuntimeError):
-            wait()
+    with contextlib.suppress(ValueError, OSError, RuntimeError):
+        gradients.drain()

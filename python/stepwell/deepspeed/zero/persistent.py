@@ -67,7 +67,7 @@ class PersistentUploads(Uploads):
         """
         with self._lock:
             found = {param: self._uploads[param] for param in params if param in self._uploads}
-            is_last_step = self._partitions.wait(upload.fragment for upload in found.values())
+            is_last_step = self._partitions.wait_for(upload.fragment for upload in found.values())
             if is_last_step and found:
                 self._copy(found.values())
                 # A program may write to them from now on.

@@ -48,7 +48,7 @@ from stepwell.deepspeed.zero.gathers import GatheredWeights
 from stepwell.deepspeed.zero.norm_round import NormRound
 from stepwell.deepspeed.zero.operands import Operands, global_norm, gradient_scale
 from stepwell.deepspeed.zero.partition import Partition, without_data
-from stepwell.deepspeed.zero.partitions import FragmentUploads, Partitions, PartitionWork, Update
+from stepwell.deepspeed.zero.partitions import Partitions, PartitionWork
 from stepwell.deepspeed.zero.swapped import commit_last_step, swapped_on
 from stepwell.deepspeed.zero.timers import stop_all
 from stepwell.deepspeed.zero.told_steps import ToldSteps
@@ -92,6 +92,8 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         self._told_steps: ToldSteps | None = None
         self._backward = Backward()
         self._norm_round = NormRound()
+        # Whether every use of what the last step writes waits.
+        self._is_guarded = False
         # The engine pins what crosses the bus, and nothing else has to be.
         config = offload_optimizer_config.model_copy(update={"pin_memory": False, "device": "cpu"})
         super().__init__(init_optimizer, *args, offload_optimizer_config=config, **kwargs)
@@ -213,6 +215,8 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         return Partitions(
             partitions,
             device=partitions[0].weight.device,
+            fragments=self._fragments_alone(),
+            order=self._order(),
             swapped=self._operands.swapped,
             threads=options.threads,
             host_bytes_max=options.host_bytes_max,
@@ -222,6 +226,21 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             adds_on_host=self.partition_gradients and options.accumulate == "host",
             accumulation_steps=self.gradient_accumulation_steps,
         )
+
+    def _order(self) -> list[int]:
+        """In which order groups are stepped.
+
+        Small ones first: biases and norms are of every layer, and the first would wait for the
+        last.
+        """
+        sizes = [weight.numel() for weight in self._weights()]
+        return sorted(range(len(sizes)), key=sizes.__getitem__)
+
+    def _fragments_alone(self) -> dict[torch.Tensor, Fragment]:
+        """What forwards wait for of each parameter: on one rank, which has all of it."""
+        if not self._is_alone:
+            return {}
+        return {param: self._fragment(param) for param in self._all_params()}
 
     @property
     def committed_steps(self) -> int | None:
@@ -435,7 +454,8 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         except BaseException:
             # First, and no call: a second Ctrl-C may end those that come next.
             self._backward.has_left_step = True
-            self._backward.leave_step(self._partitions.settle, self._drop_gradients, self.timers)
+            end = self._partitions.end_left_step
+            self._backward.leave_step(end, self._drop_gradients, self.timers)
             raise
         self.timers(OPTIMIZER_ALLGATHER_TIMER).start()
         if self._gathers is None:
@@ -561,40 +581,49 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
     def _apply(self, grad_scale: float) -> None:
         partitions = self._partitions
         self.timers(OPTIMIZER_STEP_TIMER).start()
-        # Small groups first: biases and norms are of every layer, and the first would wait for the
-        # last.
-        groups = sorted(range(len(self._masters)), key=lambda group: self._masters[group].numel())
-        grads = partitions.stepped_grads()
-        operands = [
-            self._operands.of(
-                group, group, self._masters[group], grads[group], partitions.twins[group]
-            )
-            for group in groups
-        ]
-        updates = [
-            Update(group, operand.tensor, operand.step, operand.hyper.core(grad_scale))
-            for group, operand in zip(groups, operands, strict=True)
-            if operand.tensor is not None
-        ]
-        in_use = [self._masters, [(operand.state, operand.before) for operand in operands]]
-        submission = partitions.prepare(updates, self._weights(), in_use, grad_scale=grad_scale)
-        # Before the submit, behind which Ctrl-C may land; without one it does no harm.
-        is_gated = self._open_gate() and self._protect(dict(zip(groups, operands, strict=True)))
-        gather: list[Any] = []
+        partitions.end_last_step()
+        operands = {
+            group: self._operands.of(group, group, master)
+            for group, master in enumerate(self._masters)
+            if self._is_stepped(master)
+        }
+        # Before the submit, behind which Ctrl-C may land; without one it does no harm. And before
+        # the weights have other holders.
+        at_once = self._guard(operands)
+        prepared = partitions.prepare(operands, self._weights())
+        begun = self._operands.begun(operands.values())
+        if self._told_steps is not None:
+            begun.append(partial(setattr, self._told_steps, "is_taken", True))
         if self._gathers is not None:
-            gather = self._gathers.submission(groups, self.parallel_partitioned_bit16_groups)
-        told = self._told_steps
-        taken = [] if told is None else [partial(setattr, told, "is_taken", True)]
-        self._operands.commit(operands, [submission[0], *taken, *gather, *submission[1:]])
+            weights = self.parallel_partitioned_bit16_groups
+            begun += self._gathers.submission(partitions.order, weights)
+        partitions.submit(prepared, grad_scale=grad_scale, at_once=at_once, begun=begun)
+        self._operands.note_step()
         partitions.forget()
-        if self._gate is not None and is_gated:
-            self._gate.wait_for_uncovered()
-        else:
-            self.synchronize()
+        self._wait_for_weights()
         if self._operands.swapped is None:
             # Of a volume fragments get moments by their home.
             self._lazy_init_hp_params_optimizer_state()
         self.timers(OPTIMIZER_STEP_TIMER).stop()
+
+    def _is_stepped(self, master: torch.Tensor) -> bool:
+        """Whether a partition takes part in steps: also an empty one, whose updates are counted."""
+        return True
+
+    def _guard(self, operands: Mapping[int, Operand]) -> Collection[Fragment] | None:
+        """Has uses wait for what the coming step writes, before it is submitted.
+
+        Returns what a deferred step updates at once; None: it is exact.
+        """
+        self._is_guarded = self._open_gate() and self._protect(operands)
+        return None
+
+    def _wait_for_weights(self) -> None:
+        """Once the step was submitted: waits for what no use would wait for."""
+        if self._gate is not None and self._is_guarded:
+            self._gate.wait_for_uncovered()
+        else:
+            self.synchronize()
 
     # ---- waiting ----
 
@@ -608,9 +637,8 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
     def watch(self, module: torch.nn.Module) -> None:
         """Forwards of `module` are those that use the parameters, and wait for them."""
         if self._plan.gate == "module":
-            uploads = self._gathers or self._fragment_uploads(self._all_params())
             self._gate = Gate(module, self._all_params())
-            self._gate.attach(self._all_params(), uploads)
+            self._gate.attach(self._all_params(), self._gathers or self._partitions)
 
     def _all_params(self) -> list[torch.Tensor]:
         return [param for group in self.bit16_groups for param in group]
@@ -632,10 +660,6 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             if (mapping := getattr(param, "_hp_mapping", None)) is not None:
                 holders += [mapping.hp_fragment, *(mapping.optim_fragment or {}).values()]
         return self._partitions.protect(parts, holders)
-
-    def _fragment_uploads(self, params: list[torch.Tensor]) -> FragmentUploads:
-        fragments = {param: self._fragment(param) for param in params}
-        return FragmentUploads(self._partitions, fragments)
 
     def _exposed(self) -> list[torch.Tensor]:
         """Parameters whose weights can be reached without a use that the gate's guard sees."""

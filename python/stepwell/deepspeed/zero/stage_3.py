@@ -54,7 +54,7 @@ from stepwell.deepspeed.zero.module_hooks import ModuleHooks
 from stepwell.deepspeed.zero.norm_round import NormRound
 from stepwell.deepspeed.zero.operands import Operands, global_norm, gradient_scale
 from stepwell.deepspeed.zero.partition import Partition, without_data
-from stepwell.deepspeed.zero.partitions import Partitions, PartitionWork, Update
+from stepwell.deepspeed.zero.partitions import Partitions, PartitionWork
 from stepwell.deepspeed.zero.persistent_gate import PersistentGate
 from stepwell.deepspeed.zero.prefetch import bound_prefetch, is_little_ahead
 from stepwell.deepspeed.zero.step_round import StepRound
@@ -66,7 +66,7 @@ from stepwell.deepspeed.zero.unreduced import UnreducedGradients
 from stepwell.ranks.peers import Peers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from stepwell.deepspeed.plan import Plan
     from stepwell.deepspeed.zero.operands import Operand
@@ -100,8 +100,6 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         self._is_after_step = False
         # None: DeepSpeed's hooks have weights on the device.
         self._fetcher: Fetcher | None = None
-        # Why parameters and state are not those of any step.
-        self._failure: str | None = None
         # The engine pins what crosses the bus. What DeepSpeed makes for gradients is not touched
         # then, and takes no memory.
         # The state may be on a volume, of which DeepSpeed's swapper knows nothing.
@@ -561,15 +559,14 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         if self._persistent.is_gathered:
             # A rank whose last step has failed tells the others now, and all raise.
             self._partitions.finish()
-        is_alone = self._is_alone
-        awaited = partial(
-            self._norm_round.awaited, self._add_up, self._partitions.device, is_alone=is_alone
-        )
-        with awaited():
-            self._check_failure()
+        is_alone, device = self._is_alone, self._partitions.device
+        awaited = self._norm_round.awaited(self._add_up, device, is_alone=is_alone)
         try:
             scale = float(self.loss_scale)
-            with awaited():
+            with awaited:
+                if self._share:
+                    # The device may have refused its share of the last step, after the others'.
+                    self._partitions.finish()
                 self._pre_step()
                 self._partition_all_parameters()
                 if self._operands.swapped is not None and not is_alone:
@@ -597,7 +594,8 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         except BaseException:
             # First, and no call: a second Ctrl-C may end those that come next.
             self._backward.has_left_step = True
-            self._backward.leave_step(self._partitions.settle, self._drop_gradients, self.timers)
+            end = self._partitions.end_left_step
+            self._backward.leave_step(end, self._drop_gradients, self.timers)
             raise
         self.timers(OPTIMIZER_STEP_TIMER).stop()
         self._post_step({OPTIMIZER_STEP_TIMER})
@@ -615,70 +613,46 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         return self._round.add_up(squares, gathered)
 
     def _apply(self, grad_scale: float) -> None:
-        partitions = self._partitions
-        grads = partitions.stepped_grads()
+        partitions, share = self._partitions, self._share
+        partitions.end_last_step()
         for group in range(len(self.fp16_groups)):
             self._unflatten_partitioned_parameters(group)
         masters, weights = self.fp32_partitioned_groups_flat, self.fp16_partitioned_groups_flat
-        share, indices = self._share, self.sub_group_to_group_id
-        operands = [
-            self._operands.on_device(indices[group], master)
+        indices = self.sub_group_to_group_id
+        operands = {
+            group: self._operands.on_device(indices[group], master)
             if group in share
-            else self._operands.of(indices[group], group, master, grad, twin)
-            for group, (master, grad, twin) in enumerate(
-                zip(masters, grads, partitions.twins, strict=True)
-            )
-        ]
-        updates = [
-            Update(group, operand.tensor, operand.step, operand.hyper.core(grad_scale))
-            for group, operand in enumerate(operands)
-            if operand.tensor is not None
-        ]
-        in_use = [masters, [(operand.state, operand.before) for operand in operands]]
-        on_device = [
-            call
-            for group, operand in enumerate(operands)
-            if group in share
-            for call in share.step_of(group, operand, weights[group], grad_scale)
-        ]
+            else self._operands.of(indices[group], group, master)
+            for group, master in enumerate(masters)
+        }
+        hosted = {group: each for group, each in operands.items() if group not in share}
         # While the last step is the last.
         uploads = self._persistent.uploads(weights, masters)
-        submission = partitions.prepare(updates, weights, in_use, grad_scale=grad_scale)
+        prepared = partitions.prepare(hosted, weights)
         # Before the submit, behind which Ctrl-C may land; without one it does no harm.
         is_protected = self._is_gated and self._protect(operands, uploads)
         self._persistent.open(uploads, is_protected=is_protected)
         self._set_after_step(is_after=True)
-        gather = self._persistent.submission(uploads)
-        try:
-            taken = partial(setattr, self._round, "has_left", False)
-            calls = [submission[0], taken, *gather, *submission[1:], *on_device]
-            self._operands.commit(operands, calls)
-        except RuntimeError as error:
-            # The device refused a launch, after the submit.
-            self._failure = str(error)
-            self._check_failure()
+        begun = self._operands.begun(operands.values())
+        begun.append(partial(setattr, self._round, "has_left", False))
+        begun += self._persistent.submission(uploads)
+        for group in operands.keys() - hosted.keys():
+            begun += share.step_of(group, operands[group], weights[group], grad_scale)
+        partitions.submit(prepared, grad_scale=grad_scale, begun=begun)
+        self._operands.note_step()
         partitions.forget()
         share.drop()
         if not is_protected:
             partitions.finish()
         self._persistent.end_step(is_protected=is_protected)
 
-    def _check_failure(self) -> None:
-        """Raises OSError if a step has failed half-way."""
-        if self._failure is not None:
-            raise OSError(
-                f"the share of a step on the device failed (`{self._failure}`) after the share in "
-                "host memory had begun, so parameters and state are not those of any step. hint: "
-                "go on from a checkpoint"
-            )
-
     # ---- waiting ----
 
-    def _protect(self, operands: Sequence[Operand], uploads: dict[Any, Upload]) -> bool:
+    def _protect(self, operands: Mapping[int, Operand], uploads: dict[Any, Upload]) -> bool:
         """Whether every use of what the step writes is going to wait."""
         parts: dict[torch.Tensor, list[Fragment]] = defaultdict(list)
         holders = [upload.source for upload in uploads.values()]
-        for group, operand in enumerate(operands):
+        for group, operand in operands.items():
             flat = self.fp16_partitioned_groups_flat[group]
             if group in self._share:
                 # Other elements of the same memory.

@@ -1,4 +1,8 @@
-"""Gradients of ZeRO's partitions whose updates are deferred, by fragment. Imports no DeepSpeed.
+"""Runs: the spans of ZeRO's partitions whose updates are deferred, and their gradients.
+
+A run is what lies of one parameter in this rank's partition, in whole rows, so that its channels
+can be selected. Where the partition cuts a row, that part is a run of its own. Imports no
+DeepSpeed.
 
 A gradient is summed on the device, and stays there until its step: selected channels are stepped
 with it. That takes 2 bytes of device memory per parameter of the rank's partitions. When it is
@@ -18,12 +22,12 @@ from stepwell.deepspeed.zero.norm_round import NORM_DTYPE, WIDE_NORM_DTYPE
 from stepwell.store.adder import norm_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from stepwell import _core
     from stepwell.deepspeed.zero.fragment import Fragment
 
-__all__ = ["DeferredGradients", "Run", "Source", "runs_of"]
+__all__ = ["Run", "RunGradients", "Source", "runs_of"]
 
 
 class Source(NamedTuple):
@@ -36,7 +40,7 @@ class Source(NamedTuple):
 
 
 class Run(NamedTuple):
-    """A tensor of the engine."""
+    """A span of the engine."""
 
     group: int
     """Number of the group."""
@@ -65,11 +69,11 @@ def runs_of(fragment: Fragment, source: Source) -> list[Run]:
     return runs
 
 
-class DeferredGradients:
+class RunGradients:
     """The gradients that the coming step takes.
 
     Args:
-        core: the engine, whose tensors are the runs.
+        core: the engine, whose spans are the runs.
         runs: of each fragment, in the order of the engine.
         dtypes: of the weights of each partition, and of their gradients.
         device: where gradients are made.
@@ -84,10 +88,12 @@ class DeferredGradients:
     ) -> None:
         self._core = core
         self._runs = runs
-        of_all = [run for each in runs.values() for run in each]
-        self._indices = {run: index for index, run in enumerate(of_all)}
+        self._fragment_of = {run: fragment for fragment, each in runs.items() for run in each}
+        self._indices = {run: index for index, run in enumerate(self._fragment_of)}
         self._dtypes = dtypes
         self._device = device
+        self.bytes_sent = 0
+        """None: the engine counts them."""
         # Gradients on the device until their step; those that are on their way to the host, and
         # the streams that they were made on; the norms of complete ones.
         self._sums: dict[Fragment, torch.Tensor] = {}
@@ -98,7 +104,7 @@ class DeferredGradients:
     def collect(
         self, fragment: Fragment, piece: torch.Tensor, *, is_owned: bool, is_last: bool
     ) -> None:
-        """As `Partitions.collect`."""
+        """As `Gradients.collect`."""
         self.add(fragment, piece, is_owned=is_owned)
         if is_last:
             self.send(fragment)
@@ -106,7 +112,7 @@ class DeferredGradients:
     def add(
         self, fragment: Fragment, piece: torch.Tensor, *, is_owned: bool, is_total: bool = False
     ) -> None:
-        """As `Partitions.add`."""
+        """As `Gradients.add`."""
         if fragment in self._taken:
             # A backward after the one that was announced as the last: all are taken anew.
             self._take_back()
@@ -122,7 +128,7 @@ class DeferredGradients:
         return bool(self._norms)
 
     def has_gradient(self, fragment: Fragment) -> bool:
-        """As `Partitions.has_gradient`."""
+        """As `Gradients.has_gradient`."""
         return fragment.numel == 0 or fragment in self._sums
 
     def send(self, fragment: Fragment) -> None:
@@ -187,7 +193,7 @@ class DeferredGradients:
         )
 
     def norm(self, add_up: Callable[[torch.Tensor], float]) -> float:
-        """As `Partitions.norm`."""
+        """As `Gradients.norm`."""
         for fragment in [each for each in self._sums if each not in self._taken]:
             self.send(fragment)
         squares = torch.zeros((), dtype=torch.float64, device=self._device)
@@ -207,16 +213,31 @@ class DeferredGradients:
         self._take_back()
         self._sums.clear()
 
+    def arrive(self) -> None:
+        """As `Gradients.arrive`: nothing reads gradients in host memory but their step."""
+
+    def let_go(self) -> None:
+        """As `Gradients.let_go`: gradients stay until their step."""
+
+    def drain(self) -> None:
+        """As `Gradients.drain`: the copies are the engine's."""
+
+    def end(self) -> None:
+        """As `Gradients.end`."""
+        self._sums.clear()
+
     # ---- the step ----
 
-    def by_run(self) -> Iterator[tuple[Run, torch.Tensor]]:
+    def known(self) -> dict[Run, torch.Tensor]:
         """The gradients that have come, on the device."""
-        for fragment, grad in self._sums.items():
-            for run in self._runs[fragment]:
-                yield run, grad.narrow(0, run.begin - fragment.begin, run.numel)
+        return {
+            run: self._of(run, fragment)
+            for run, fragment in self._fragment_of.items()
+            if fragment in self._sums
+        }
 
-    def take_zeros(self) -> None:
-        """Fragments that got no gradient are stepped with the gradient 0."""
+    def complete(self, core: _core.OffloadEngine) -> None:
+        """As `Gradients.complete`. What got no gradient is stepped with the gradient 0."""
         missing = [each for each in self._runs if each.numel and each not in self._sums]
         zeros: dict[torch.dtype, torch.Tensor] = {}
         for fragment in sorted(missing, key=lambda each: -each.numel):
@@ -227,14 +248,21 @@ class DeferredGradients:
             self._sums[fragment] = zeros[dtype].narrow(0, 0, fragment.numel)
             self._take(fragment, self._sums[fragment])
 
-    def address(self, fragment: Fragment, run: Run) -> int:
-        """Where the gradient of a run is on the device."""
-        grad = self._sums[fragment]
-        return grad.data_ptr() + (run.begin - fragment.begin) * grad.element_size()
+    def of(self, run: Run) -> torch.Tensor:
+        """The gradient of a run, on the device, once all are complete."""
+        return self._of(run, self._fragment_of[run])
 
-    def release(self, submit_stream: int) -> None:
+    def _of(self, run: Run, fragment: Fragment) -> torch.Tensor:
+        return self._sums[fragment].narrow(0, run.begin - fragment.begin, run.numel)
+
+    @property
+    def owners(self) -> list[object]:
+        """As `Gradients.owners`: the engine holds what it copies."""
+        return []
+
+    def note_step(self, grad_scale: float) -> None:
         """A step has them: streams wait until they are copied, and they are forgotten."""
-        for stream in {submit_stream, *self._streams}:
+        for stream in self._streams:
             self._core.release(stream=stream)
         self._sums.clear()
         self._taken.clear()
