@@ -18,7 +18,6 @@ from stepwell._sharding import is_dtensor
 from stepwell.access.gate import LANDING_BYTES_MAX, Gate
 from stepwell.store.deferred_steps import COMPILED
 from stepwell.store.engine import Engine
-from stepwell.store.rank_engine import RankEngine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
 
     import torch
 
-    from stepwell.ranks.sharding import Sharding
     from stepwell.store.host_side import HostSide
 
 __all__ = ["Background"]
@@ -47,7 +45,6 @@ class Background:
 
     Args:
         host: the host side of the parameters.
-        sharding: the ranks that share steps; None: none does.
         threads: workers that step, as `OffloadAdamW` has it.
         label: what errors call a parameter.
     """
@@ -55,14 +52,12 @@ class Background:
     def __init__(
         self,
         host: HostSide,
-        sharding: Sharding | None,
         *,
         threads: int | None,
         label: Callable[[torch.Tensor], str],
     ) -> None:
         self._host = host
         self._twins = host.twins
-        self._sharding = sharding
         self._deferred = host.deferred
         self._threads = threads
         self._label = label
@@ -93,24 +88,18 @@ class Background:
         """
         if self.engine is None:
             device, twins, swapped = self._host.device, self._twins, self._host.swapped
-            engine: Engine
-            if self._sharding is None:
-                engine = Engine(
-                    device,
-                    twins,
-                    twins,
-                    self._threads,
-                    self._deferred,
-                    swapped,
-                    label=self._label,
-                    sums_on_host=self._host.sums_on_host,
-                    threads_share=self._host.hosted_share,
-                    lock=self._lock,
-                )
-            else:
-                engine = RankEngine(
-                    self._sharding, device, twins, twins, self._threads, swapped, self._lock
-                )
+            engine = Engine(
+                device,
+                twins,
+                twins,
+                self._threads,
+                self._deferred,
+                swapped,
+                label=self._label,
+                sums_on_host=self._host.sums_on_host,
+                threads_share=self._host.hosted_share,
+                lock=self._lock,
+            )
             gate = self._gate
             # What is deferred is applied by each rank for itself; its forwards are collective.
             if self._deferred is not None and any(is_dtensor(param) for param in twins):

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from stepwell._state import State
+    from stepwell.access.guard import UnderWayIn
     from stepwell.store.deferred import Deferred
     from stepwell.store.selection import Selected
     from stepwell.store.swapped import Swapped
@@ -255,8 +256,7 @@ class Engine(Uploads):
         After what the current stream holds now. Not while a step is running, unless updates are
         deferred.
         """
-        piece = self._twins.piece
-        pairs = [(param, piece(param, grad)) for param, grad in zip(params, grads, strict=True)]
+        pairs = [(param, local(grad)) for param, grad in zip(params, grads, strict=True)]
         pairs = [(param, grad) for param, grad in pairs if grad.numel()]
         indices = [self._indices[id(param)] for param, _ in pairs]
         sources = [grad.data_ptr() for _, grad in pairs]
@@ -340,10 +340,6 @@ class Engine(Uploads):
         self._coming = Submitted(self._stream(), swapping, params, verified)
         return self._coming
 
-    def options(self, params: Sequence[torch.Tensor]) -> dict[str, Any]:
-        """What `submit` is given of a step of `params` beside what the optimizer knows."""
-        return {}
-
     def submit(
         self,
         coming: Submitted,
@@ -352,7 +348,7 @@ class Engine(Uploads):
         at_once: Collection[torch.Tensor] | None,
         selected: Sequence[Selected],
         num_settled: int,
-        **options: Any,
+        under_way: UnderWayIn | None,
     ) -> None:
         """Begins the step of what the store has looked at last, all of it or nothing.
 
@@ -367,7 +363,7 @@ class Engine(Uploads):
                 pending.
             selected: the selections that begin with it; empty without a selector.
             num_settled: the store's when `at_once` was decided on.
-            options: as `Store.submit` has them.
+            under_way: of `Gate.opening`; None: no use of a weight waits.
 
         Raises:
             ValueError: what was looked at has moved, or cannot be stepped; nothing was changed.
@@ -393,15 +389,11 @@ class Engine(Uploads):
             verified={self._indices[id(param)] for param in coming.verified},
             deferred=deferred,
             selected=None if self.selector is None else selected,
-            **options,
+            under_way=under_way,
         )
         if at_once is not None and not is_deferred and self.selector is not None:
             # A signal's handler has applied all since.
             self.selector.reset()
-
-    def decided(self) -> AbstractContextManager[None]:
-        """A context in which a step is submitted that ranks have agreed on, where they share it."""
-        return contextlib.nullcontext()
 
     def settle(self) -> None:
         """Applies all updates that are deferred. The weights on the device are all there are then.

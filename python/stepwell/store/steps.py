@@ -6,7 +6,7 @@ wait scores of channels share. They are chosen when the step begins, which may h
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -152,9 +152,7 @@ class Steps:
         twins = self._host.twins
         verified = [param for param in params if twins[param].is_unverified]
         coming = engine.announce(looked.swapping, params, verified)
-        options: dict[str, Any] = engine.options(params)
-        if gate is not None:
-            options["under_way"] = gate.opening(landing, shared)
+        under_way = None if gate is None else gate.opening(landing, shared)
         selected = []
         if engine.selector is not None:
             selected = engine.selector.choose(at_once)
@@ -165,7 +163,7 @@ class Steps:
             at_once=at_once,
             selected=selected,
             num_settled=num_settled,
-            **options,
+            under_way=under_way,
         )
         if self._chooser is not None:
             self._chooser.note(kind)
