@@ -4,8 +4,7 @@
 
 All ranks are on this host, each on a GPU of its own if there are GPUs, with samples of its own:
 
-- `ddp`: DistributedDataParallel and OffloadAdamW, which steps everything on every rank;
-  `ddp, shard`: with shard=True, each rank steps its share.
+- `ddp`: DistributedDataParallel and OffloadAdamW, which steps everything on every rank.
 - `fsdp2`: fully_shard and OffloadAdamW, whose gradients cross the bus during the backward.
 - `deepspeed, stage=2`, `deepspeed, stage=3`: ZeRO with CPU offload of the optimizer;
   `deepspeed on stepwell` likewise, with Stepwell registered. ZeRO-2 has `round_robin_gradients`.
@@ -62,7 +61,7 @@ def _received_bytes_per_param(name: str, num_ranks: int) -> float:
     An all-reduce is a reduce-scatter and an all-gather; either brings a rank what is not its own.
     """
     # Cut weights are gathered for the forward and for the backward, and gradients scattered.
-    passes = 3 if _is_cut(name) or name == "ddp, shard" else 2
+    passes = 3 if _is_cut(name) else 2
     return passes * 2 * (num_ranks - 1) / num_ranks
 
 

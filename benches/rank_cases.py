@@ -21,7 +21,7 @@ from stepwell.cli._offload_cases import Run, Workload
 __all__ = ["CASES", "MODELS", "prepare"]
 
 CASES = (
-    *("ddp", "ddp, shard", "fsdp2"),
+    *("ddp", "fsdp2"),
     *("deepspeed, stage=2, all on the devices", "deepspeed, stage=2"),
     "deepspeed on stepwell, stage=2",
     *("deepspeed, stage=3, all on the devices", "deepspeed, stage=3"),
@@ -59,7 +59,7 @@ _STAGES: dict[int, dict[str, object]] = {
 }
 
 
-MODELS = {"ddp": _replicated, "ddp, shard": _replicated, "fsdp2": _sharded}
+MODELS = {"ddp": _replicated, "fsdp2": _sharded}
 """What a case of OffloadAdamW makes of the model first. That is timed alone as well."""
 
 
@@ -68,8 +68,8 @@ def prepare(name: str, workload: Workload, model: torch.nn.Module) -> Run:
     if name == "fsdp2":
         # Every backward reduces its gradients.
         return alone.stepwell_run(workload, model, accumulation_steps=workload.accumulation)
-    if name in MODELS:
-        return alone.stepwell_run(workload, model, shard="shard" in name)
+    if name == "ddp":
+        return alone.stepwell_run(workload, model)
     zero, params = _STAGES[3 if "stage=3" in name else 2], {}
     if _is_on_devices(name):
         # Reduces gradients, and has weights, as where the state is offloaded.

@@ -4,18 +4,21 @@ Where the ranks have GPUs (`optim_ranks.Ranks`), the model is on them.
 """
 
 import gc
+import os
+import shutil
+from hashlib import blake2b
+from pathlib import Path
 
 import pytest
 import stepwell
 import torch
 import torch.distributed as dist
-from sharded_models import Wide, batch, bits
-from sharded_volumes import DTYPE, FITTING, end
 from stepwell._sharding import local
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from volume_models import volume_of
 
+DTYPE = torch.bfloat16
 LR, CLIP_NORM = 1e-2, 0.5
 HOST_BYTES_MAX = 3 << 20
 """Room for weights, gradients, buffers, and a part of the state, or with `commit` all of it."""
@@ -23,10 +26,32 @@ HOST_BYTES_MAX = 3 << 20
 
 with_room_for_some = pytest.mark.parametrize(
     ("dtype", "moments", "durability", "host_kib"),
-    [*FITTING, (DTYPE, "q8", "commit", 800)],
+    [
+        (DTYPE, "fp32", "none", 1800),
+        (DTYPE, "fp32", "commit", 2400),
+        (torch.float32, "fp32", "none", 1400),
+        (torch.float32, "q8", "commit", 800),
+        (DTYPE, "q8", "commit", 800),
+    ],
     ids=str,
 )
-"""For a test of `same_as_in_memory`."""
+"""For a test of `same_as_in_memory`: KiB of host memory beside weights and gradients of a rank.
+
+Buffers and a part of the state have room there, and the rest has not.
+"""
+
+
+class Wide(torch.nn.Module):
+    """Of two ranks each has more than a chunk of `up`."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = torch.nn.Linear(96, 2100)
+        self.scale = torch.nn.Parameter(torch.tensor(1.0))
+        self.down = torch.nn.Linear(2100, 96)
+
+    def forward(self, x):
+        return self.down(torch.tanh(self.up(x))) * self.scale
 
 
 class Uneven(torch.nn.Module):
@@ -69,6 +94,16 @@ def on_volume(
         tier=volume_of(drives, **volume),
         **(options or {}),
     )
+
+
+def batch(step, rank, dtype, width=96):
+    torch.manual_seed(100 * step + rank)
+    return torch.randn(4, width).to(dtype)
+
+
+def bits(tensor):
+    # A digest: lists of bytes take long between processes.
+    return blake2b(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()).hexdigest()
 
 
 def train(net, optimizer, steps, first=0):
@@ -137,3 +172,78 @@ def go_on(drives, first, moments="fp32", steps=3):
     _, expected = reference(first + steps, moments=moments)
     assert all_bits(net, optimizer) == expected
     return end(optimizer)
+
+
+# ---- volumes, and ranks that end ----
+
+
+def drives_in(folder):
+    folders = [folder / f"drive{index}" for index in range(2)]
+    for each in folders:
+        each.mkdir()
+    return folders
+
+
+def members(drives, rank):
+    """The files of the volume `run` of a rank, and where they are set aside."""
+    names = [f"run-{rank}.{member}.stepwell" for member in range(len(drives))]
+    aside = drives[0].parent / "aside"
+    return [(folder / name, aside / name) for folder, name in zip(drives, names, strict=True)]
+
+
+def step_and_set_back(begin, drives, behind, steps):
+    """Two steps and `steps` more; as the ranks `behind` were killed in these, before their commits.
+
+    `begin`: gives an optimizer with the volume `run`, and what trains it: called with the number of
+    steps, and with the first.
+    """
+    gc.collect()
+    optimizer, trained = begin()
+    mine = members(drives, dist.get_rank()) if dist.get_rank() in behind else []
+    trained(2, 0)
+    optimizer.synchronize()
+    for path, aside in mine:
+        aside.parent.mkdir(exist_ok=True)
+        shutil.copy(path, aside)
+    trained(steps, 2)
+    end(optimizer)
+    del optimizer, trained
+    gc.collect()
+    for path, aside in mine:
+        shutil.copy(aside, path)
+    dist.barrier()
+
+
+def told_steps(fifo):
+    """What a rank writes its steps to: rank 0 to a pipe."""
+    return (fifo if dist.get_rank() == 0 else Path(os.devnull)).open("w")
+
+
+def kill_in_steps(two, order, fifo, program, *arguments):
+    """Kills two ranks that step, one after the other; the last step of which rank 0 has told.
+
+    The program writes each of its steps to `told_steps(fifo)`, its last argument, in a line.
+    """
+    two.run(dist.get_world_size)  # They are started.
+    os.mkfifo(fifo)
+    for tasks in two.tasks:
+        tasks.put((program, (*arguments, fifo)))
+    with fifo.open() as lines:
+        step = 0
+        for _ in range(3):
+            step = int(lines.readline())
+        for rank in order:
+            two.processes[rank].kill()
+            two.processes[rank].join(30)
+    two.stop()
+    return step
+
+
+def files(drives):
+    return sorted(path.name for folder in drives for path in folder.iterdir())
+
+
+def end(optimizer):
+    """The optimizer's work is over; its volume is free once nothing refers to it."""
+    optimizer.synchronize()
+    return optimizer.committed_steps

@@ -94,11 +94,6 @@ def follow_groups(optimizer):
     optimizer._follow_groups()
 
 
-def sharding_of(optimizer):
-    """What ranks that share a step have agreed on."""
-    return optimizer._sharding
-
-
 # ---- what tests replace: an object, and the name of what it has ----
 
 

@@ -223,7 +223,7 @@ def test_offload_on_two_ranks(tmp_path):
     size = ("--size", "tiny", "--sequence-length", "16", "--steps", "3", "--warm-up", "1")
     ended = bench(
         "offload_ranks",
-        *("--ranks", "2", "--case", "ddp, shard", *size),
+        *("--ranks", "2", "--case", "fsdp2", *size),
         *("--out", tmp_path),
         cwd=tmp_path,
         CUDA_VISIBLE_DEVICES="",
@@ -238,10 +238,9 @@ def test_offload_on_two_ranks(tmp_path):
     # State is stepped once on the host, whatever the number of ranks.
     assert ours["bytes_per_param"] == 26
     assert ours["bound_seconds"] == pytest.approx(
-        report["forward_backward_seconds"]["ddp"]
+        report["forward_backward_seconds"]["fsdp2"]
         + 26 * 4983040 / ours["memory_gb_per_second"] / 1e9
     )
     assert ours["breakdown"]["bytes_downloaded"] < 2 * 4983040
-    assert ours["breakdown"]["bytes_gathered"] + ours["breakdown"]["bytes_uploaded"] == 2 * 4983040
     assert ours["norms_agree"]
     assert ours["losses"][-1] < ours["losses"][0]

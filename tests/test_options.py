@@ -42,7 +42,6 @@ REFUSED = [
     *given(offload, "device_bytes_max", NO_BYTES),
     *given(offload, "clip_norm", [0, -1.0, math.nan, "x", torch.ones(2), 1j]),
     *given(offload, "accumulate", NO_CHOICES),
-    *given(offload, "shard", ["x", None, 1]),
     *given(offload, "deferred", [4, "x"]),
     *given(offload, "tier", ["/tmp", 4]),
     *(

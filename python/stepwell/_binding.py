@@ -31,8 +31,6 @@ class Rounding(NamedTuple):
     seed: int
     ordinal: int
     """Of the parameter among all parameters of the groups, as in a state dict."""
-    first: int = 0
-    """Which element of the parameter the first one is, where its rows are dealt out to ranks."""
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
@@ -90,7 +88,6 @@ def bind(
             runs,
             grad=view(grad) if grad_view is None else grad_view,
             key=key_of(rounding.seed, rounding.ordinal, weight),
-            first=rounding.first,
         )
     store.bind(
         position,

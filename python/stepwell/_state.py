@@ -337,18 +337,15 @@ def adam_tensor(
     grad: _core.TensorView | None = None,
     weight_out: _core.TensorView | None = None,
     key: int = 0,
-    first: int = 0,
 ) -> _core.AdamTensor:
     """One parameter as the core takes it: contiguous local tensors, `runs` by parts' names."""
     numel = param.numel()
-    views = {}
+    views: dict[str, Any] = {}
     for name, run in runs.items():
         length = _PARTS[name].length
         # A row may be longer than this rank's piece has use for.
         views[name] = view(run, numel if length is None else length(numel))
-    return _core.AdamTensor(
-        param=view(param), grad=grad, weight_out=weight_out, key=key, first=first, **views
-    )
+    return _core.AdamTensor(param=view(param), grad=grad, weight_out=weight_out, key=key, **views)
 
 
 def _moment_runs(state: State, moments: str) -> dict[str, torch.Tensor]:
@@ -450,7 +447,6 @@ def _encode(
     moments: str,
     *,
     key: int,
-    first: int,
     step: int,
     decoded: State,
 ) -> None:
@@ -459,7 +455,7 @@ def _encode(
     if piece.numel() == 0:
         return
     runs = _moment_runs(state, moments)
-    tensor = adam_tensor(_floats((piece.numel(),)), runs, key=key, first=first)
+    tensor = adam_tensor(_floats((piece.numel(),)), runs, key=key)
     exp_avg, exp_avg_sq = (local(decoded[name]).contiguous() for name in ("exp_avg", "exp_avg_sq"))
     _core.write_state(tensor, step=step, exp_avg=view(exp_avg), exp_avg_sq=view(exp_avg_sq))
 
@@ -486,7 +482,6 @@ def convert(
     key: int,
     current: State,
     label: str,
-    first: int = 0,
 ) -> State:
     """State for `param` from loaded state.
 
@@ -503,7 +498,6 @@ def convert(
         current: the state that the parameter has now: what `loaded` shares with it is kept, not
             copied.
         label: names the parameter in errors.
-        first: which element of the whole parameter the first one of `param` is.
 
     Raises:
         ValueError: the state is not of an Adam, or not of this parameter.
@@ -531,7 +525,7 @@ def convert(
     else:
         state |= {part.name: _part(param, part) for part in target}
         decoded = decode(param, loaded)
-        _encode(param, state, moments, key=key, first=first, step=max(step, 1), decoded=decoded)
+        _encode(param, state, moments, key=key, step=max(step, 1), decoded=decoded)
     # A frozen parameter may be of any dtype; it gets its master when it is stepped.
     for part in _MASTERS.get(param.dtype, ()):
         if part.name not in loaded:

@@ -47,14 +47,6 @@ class StateDicts(Optimizer):
     def _host_side(self, param: torch.Tensor) -> torch.Tensor:
         """The tensor in host memory that stands for `param` in a step."""
 
-    def _own_state(self, _: torch.Tensor, state: _state.State, __: str) -> _state.State:
-        """What this optimizer takes of the loaded state of a parameter."""
-        return state
-
-    def _first_element(self, _: torch.Tensor) -> int:
-        """Which element of a parameter the first one of its host side is."""
-        return 0
-
     @abc.abstractmethod
     def _look_anew(self) -> None:
         """Has the next step look at every parameter, and at all state, as if it were the first."""
@@ -182,17 +174,15 @@ class StateDicts(Optimizer):
         self, param: torch.Tensor, loaded: _state.State, key: int, label: str
     ) -> _state.State:
         """Loaded state of a parameter in this optimizer's form; `key` decorrelates its rounding."""
-        source = self._own_state(param, loaded, label)
         host_side = self._host_side(param)
         if param.requires_grad:
             # A frozen one may be anywhere, and of any dtype.
             check_param(host_side, label)
         return _state.convert(
             host_side,
-            source,
+            loaded,
             self._moments,
             key=key,
-            first=self._first_element(param),
             current=self.state.get(param, {}),
             label=label,
         )

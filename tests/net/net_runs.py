@@ -19,8 +19,7 @@ from torch import nn
 
 FOLDER = Path(__file__).parent
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-# The last has chunks of whole rows, so that ranks share it, and more state than fits in memory
-# beside a volume.
+# The last has chunks of whole rows, and more state than fits in memory beside a volume.
 SHAPES = ((), (0,), (33,), (5, 7), (411, 512))
 SMALL = ((33,), (5, 7))
 MOMENTS = ["fp32", "bf16", "q8"]

@@ -414,7 +414,6 @@ def test_options_that_do_not_go_with_it_are_refused(tmp_path: Path) -> None:
     volume = Volume([tmp_path])
     for options, said in (
         ({"accumulate": "host"}, "`accumulate` is `host`"),
-        ({"shard": True}, "`shard` is given"),
         ({"tier": volume}, "durability `commit`"),
     ):
         with pytest.raises(ValueError, match=said):

@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from stepwell import _core
-from stepwell.ranks.shares import Shares
 from stepwell.store.twins import Twins
 from torch.nn import Parameter
 
@@ -37,7 +35,6 @@ def test_each_has_memory_of_its_own(have_gradients):
         assert twins.get(param) is twins[param]
         assert twins[param].weight is weight
         assert (grad.shape, grad.dtype) == (param.shape, param.dtype)
-        assert twins.weight_numel(param) == param.numel()
         for each in (weight, grad) if have_gradients else (weight,):
             assert each.data_ptr() % 64 == 0
             addresses = set(range(each.data_ptr(), each.data_ptr() + each.nbytes))
@@ -60,25 +57,6 @@ def test_memory_is_freed_with_the_last_that_was_added_with_it():
     twins.remove(params[:1])
     assert twins.buffers == []
     assert twins.total_nbytes == 0
-
-
-@torch.no_grad()
-def test_a_rank_has_the_rows_that_it_steps():
-    rows = 2 * _core.CHUNK_LEN // 64
-    param = Parameter(torch.randn(rows, 64))
-    found = []
-    for rank in range(2):
-        shares = Shares(rank, 2)
-        shares.add([param])
-        twins = Twins(shares=shares)
-        twins.add([param])
-        found.append(twins.weight(param))
-        assert twins.weight_numel(param) == param.numel() // 2
-        assert twins.nbytes([param]) == param.nbytes
-        other = torch.randn(rows, 64)
-        assert torch.equal(twins.piece(param, other), other[rank * rows // 2 :][: rows // 2])
-        assert torch.equal(twins.weight(param), twins.piece(param))
-    assert len(found[0]) == len(found[1]) == rows // 2
 
 
 @torch.no_grad()

@@ -1,6 +1,6 @@
 """The thread that gathers the weights of several ranks, with stand-ins for engine and ranks.
 
-What real ranks do together is in `test_offload_sharded.py` and `test_offload_sharded_failures.py`.
+What real ranks do together is in `test_offload_peers.py`.
 """
 
 import os
@@ -34,23 +34,16 @@ class Gate:
 
 
 class Core:
-    """The core of an engine: its waits pass gates, and may fail at a place or at the commit."""
+    """The core of an engine: its waits pass gates, and may fail at a place."""
 
     def __init__(self):
         self.gates, self.fails_at = {}, None
-        self.waited, self.committed = [], []
+        self.waited = []
 
     def wait(self, place, begin, end, *, stream):
         if place in self.gates:
             self.gates[place].pass_through()
         self.waited.append((place, begin, end, stream))
-        self._fail_at(place)
-
-    def finish(self, *, stream):
-        self.committed.append(stream)
-        self._fail_at("commit")
-
-    def _fail_at(self, place):
         if place == self.fails_at:
             raise OSError("no memory here")
 
@@ -82,9 +75,9 @@ class Peers:
 class Case:
     """A gatherer of weights `a` and `b`, each one piece, of which this rank has 3 elements."""
 
-    def __init__(self, **options):
+    def __init__(self):
         self.core, self.peers = Core(), Peers()
-        self.gatherer = Gatherer(self.core, self.peers, CPU, **options)
+        self.gatherer = Gatherer(self.core, self.peers, CPU)
 
     def submit(self, *answers, names="ab"):
         """A step of which the ranks tell this before the first piece and behind the last."""
@@ -104,7 +97,6 @@ def test_all_ranks_are_told_of_each_step_twice():
         assert not case.gatherer.is_busy
     assert case.peers.told == [(1, None), (2, None), (3, None), (4, None)]
     assert case.core.waited == [(0, 0, 3, 0), (1, 0, 3, 0)] * 2
-    assert not case.core.committed
     case.core.fails_at = 0
     case.submit(NONE, ([0], "no memory here"))
     with pytest.raises(OSError, match=r"^no memory here$"):
@@ -151,11 +143,10 @@ def test_a_weight_is_waited_for_by_itself_and_the_last_for_all_ranks():
     assert not any(gate.was_late for gate in gates)
 
 
-@pytest.mark.parametrize("place", [0, "commit"])
-def test_a_failure_here_is_raised_before_the_others_are_told(place):
-    case, gate = Case(commits=True), Gate()
+def test_a_failure_here_is_raised_before_the_others_are_told():
+    case, gate = Case(), Gate()
     case.peers.gates = {2: gate}
-    case.core.fails_at = place
+    case.core.fails_at = 0
     case.submit(NONE, ([0], "no memory here"))
     for name in "ba":
         with pytest.raises(OSError, match=r"^no memory here$"):
@@ -164,17 +155,6 @@ def test_a_failure_here_is_raised_before_the_others_are_told(place):
     with pytest.raises(OSError, match=r"^no memory here$"):
         case.gatherer.confirm()
     assert not gate.was_late
-    # What has failed is not committed.
-    assert case.core.committed == ([0] if place == "commit" else [])
-
-
-def test_a_step_that_commits_is_good_when_it_has():
-    case = Case(commits=True)
-    case.submit(NONE, NONE)
-    # Also where this rank steps nothing.
-    case.submit(NONE, NONE, names="")
-    case.gatherer.confirm()
-    assert case.core.committed == [0, 0]
 
 
 def test_a_step_that_this_rank_has_left_is_an_error_if_others_have_taken_it():

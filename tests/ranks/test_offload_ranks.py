@@ -154,14 +154,6 @@ def host_sums_are_refused():
         stepwell.OffloadAdamW(sharded_net().parameters(), accumulate="host")
 
 
-def shared_steps_of_shards_are_refused():
-    net = sharded_net()
-    with pytest.raises(
-        ValueError, match=r"`first.weight`(.|\n)*is a DTensor and `shard` is(.|\n)*hint"
-    ):
-        stepwell.OffloadAdamW(net, shard=True)
-
-
 def fsdp_trains_as_one(reshard, clip_norm):
     net, whole = sharded_net(reshard_after_forward=reshard), make_net()
     optimizer = stepwell.OffloadAdamW(net, lr=1e-2, clip_norm=clip_norm)
@@ -362,10 +354,6 @@ def test_ddp_accumulates_by_no_sync(ranks):
 
 def test_host_sums_are_refused(ranks):
     ranks.run(host_sums_are_refused)
-
-
-def test_shards_are_not_shared_once_more(ranks):
-    ranks.run(shared_steps_of_shards_are_refused)
 
 
 def test_the_norm_is_that_of_the_whole(ranks):

@@ -2,9 +2,15 @@
 
 import pytest
 import torch
-from fsdp_volumes import first_run, go_on, same_as_in_memory, with_room_for_some
+from fsdp_volumes import (
+    drives_in,
+    files,
+    first_run,
+    go_on,
+    same_as_in_memory,
+    with_room_for_some,
+)
 from optim_ranks import Ranks
-from sharded_volumes import drives_in, files
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(240)]
 

@@ -3,6 +3,7 @@
 import gc
 import logging
 import os
+import shutil
 from functools import partial
 from types import SimpleNamespace
 
@@ -13,30 +14,30 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from fsdp_volumes import (
     CLIP_NORM,
+    DTYPE,
     HOST_BYTES_MAX,
     all_bits,
+    batch,
+    drives_in,
+    end,
+    files,
     first_run,
     go_on,
     in_memory,
+    kill_in_steps,
+    members,
     on_volume,
     reference,
     same_as_in_memory,
     sharded,
+    step_and_set_back,
+    told_steps,
     train,
     with_room_for_some,
 )
-from sharded_models import batch
-from sharded_volumes import (
-    DTYPE,
-    drives_in,
-    end,
-    files,
-    kill_in_steps,
-    step_and_set_back,
-    told_steps,
-)
 from stepwell import _core
 from stepwell.store import sharded_volume
+from stepwell.store.swapped import Swapped
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -84,6 +85,25 @@ def test_a_resumed_run_is_as_if_never_stopped(two, drives, moments):
     assert two.run(go_on, drives, 6, moments) == [9, 9]
 
 
+def commits_between(drives):
+    """Commits where the program says so, beside those of each third step."""
+    net = sharded()
+    optimizer = on_volume(net, drives, name="run", commit_interval=3)
+    found = []
+    for step in range(4):
+        train(net, optimizer, 1, step)
+        if step == 1:
+            optimizer.commit()
+        found.append(end(optimizer))
+    return found
+
+
+def test_steps_between_commits_are_made_again(two, drives):
+    assert two.run(commits_between, drives) == [[1, 2, 3, 3]] * 2
+    # The end commits the last step.
+    assert two.run(go_on, drives, 4) == [7, 7]
+
+
 def one_is_behind(drives, steps, interval=1):
     """As rank 1 were killed in the last steps, before their commits."""
 
@@ -114,6 +134,88 @@ def test_ranks_that_are_a_commit_ahead_go_back(two, drives):
 def test_volumes_of_steps_further_apart_are_refused(two, drives):
     two.run(one_is_behind, drives, 2)
     two.run(refused_on_all, drives, r"at the steps `\[4, 2\]`(.|\n)*hint")
+
+
+def to_step(drives, last):
+    """Goes on, or begins, and ends the optimizer behind this step."""
+    gc.collect()
+    is_new = not files(drives)
+    dist.barrier()
+    net = sharded(seed=0 if is_new else 1)
+    optimizer = on_volume(net, drives, name="run", resume=not is_new, commit_interval=8)
+    first = optimizer.committed_steps
+    train(net, optimizer, last - first, first)
+    end(optimizer)
+    return first
+
+
+def test_what_ranks_have_gone_back_from_is_no_commit_to_go_to(two, drives):
+    """Two runs, in each of which one rank is killed at step 10, behind the commit of step 8."""
+    two.run(to_step, drives, 8)
+    for rank in (1, 0):
+        for path, aside in members(drives, rank):
+            aside.parent.mkdir(exist_ok=True)
+            shutil.copy(path, aside)
+        assert two.run(to_step, drives, 10) == [8, 8]
+        two.run(gc.collect)
+        for path, aside in members(drives, rank):
+            shutil.copy(aside, path)
+        # The other one goes back, and has what it goes back from beside it.
+        two.run(to_step, drives, 8)
+    two.run(gc.collect)
+    assert two.run(go_on, drives, 8) == [11, 11]
+
+
+def resumed_and_not_kept(drives, fail=None):
+    """The committed steps; or none, where one rank has this error as it reads its volume."""
+    gc.collect()
+    net = sharded()
+    if not fail:
+        return on_volume(net, drives, name="run", resume=True, keep=False).committed_steps
+    with pytest.MonkeyPatch.context() as patched:
+        if dist.get_rank():
+
+            def resumed(*_):
+                raise fail("cannot be read")
+
+            patched.setattr(Swapped, "_resumed", resumed)
+        kind, match = (fail, "be read") if dist.get_rank() else (OSError, "rank 1.* be read|left")
+        with pytest.raises(kind, match=match):
+            on_volume(net, drives, name="run", resume=True, keep=False)
+    return None
+
+
+def test_what_is_not_to_be_kept_stays_until_it_was_gone_on_from(two, drives):
+    two.run(one_is_behind, drives, 1)
+    before = files(drives)
+    for fail in (OSError, RuntimeError):
+        two.run(resumed_and_not_kept, drives, fail)
+        two.run(gc.collect)
+        assert files(drives) == before
+    # One rank goes back, to files of its own.
+    assert two.run(resumed_and_not_kept, drives) == [2, 2]
+    two.run(gc.collect)
+    assert not files(drives)
+
+
+def begun(drives):
+    gc.collect()
+    net = sharded()
+    optimizer = on_volume(net, drives, name="run", resume=True)
+    first = optimizer.committed_steps
+    train(net, optimizer, 3)
+    assert all_bits(net, optimizer) == reference(3)[1]
+    return first, end(optimizer)
+
+
+def test_ranks_of_which_one_has_no_commit_begin(two, drives):
+    # As the second one was killed before its first commit.
+    two.run(first_run, drives, 1)
+    two.run(gc.collect)
+    for path, _ in members(drives, 1):
+        path.unlink()
+    assert two.run(begun, drives) == [(0, 3)] * 2
+    assert two.run(go_on, drives, 3) == [6, 6]
 
 
 def swapped_ranks(drives):

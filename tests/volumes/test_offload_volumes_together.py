@@ -6,13 +6,10 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
-import torch
 from stepwell import _core
-from stepwell.ranks.collective import Call, Ranks
-from stepwell.ranks.shares import Shares
+from stepwell.ranks.collective import Ranks
 from stepwell.store import swap
-from stepwell.store.sharded_volume import agree_on_counts, fetch_rows, open_together
-from stepwell.store.swapped import Swapped
+from stepwell.store.sharded_volume import agree_on_counts, open_together
 from stepwell.store.volume import Volume
 
 # Of the default group.
@@ -25,17 +22,12 @@ class ThreadRanks(Ranks):
         super().__init__(RANKS)
         self.rank, self._barrier, self._table = rank, barrier, table
 
-    def objects(self, mine, call=Call.OBJECTS):
-        self._table[self.rank] = mine, call
+    def objects(self, mine):
+        self._table[self.rank] = mine
         self._barrier.wait()
         found = list(self._table)
         self._barrier.wait()
-        assert {call for _, call in found} == {call}
-        return [each for each, _ in found]
-
-    def broadcast(self, memory, owner, call=Call.BROADCAST):
-        memory.view(-1).copy_(self.objects(memory, call)[owner].view(-1))
-        self.objects(None, call)
+        return found
 
 
 def on_ranks(function, *of_each):
@@ -246,36 +238,13 @@ def test_counts_are_those_of_the_ranks_that_have_rows():
 
 def test_an_own_failure_is_told_before_that_others_are_gone():
     class Alone(Ranks):
-        def objects(self, mine, call=Call.OBJECTS):
+        def objects(self, mine):
             raise OSError("another rank is gone")
 
     with pytest.raises(OSError, match="another rank is gone"):
         Alone([0]).tell_failure(None)
     with pytest.raises(ValueError, match="mine"):
         Alone([0]).tell_failure(ValueError("mine"))
-
-
-def test_rows_of_all_ranks_come_to_each():
-    expected = [torch.randn(3 * _core.CHUNK_LEN // 8 + 1, 8), torch.randn(3), torch.tensor(2.0)]
-
-    def fetch(ranks):
-        shares, params = Shares(ranks.rank, len(RANKS)), [each.clone() for each in expected]
-        shares.add(params)
-        sharding = SimpleNamespace(peers=ranks, shares=shares)
-        for param in params:
-            own = shares.piece(param, param).clone()
-            param.zero_()
-            fetch_rows(sharding, param, own)
-        return params
-
-    for found in on_ranks(fetch):
-        assert all(map(torch.equal, found, expected))
-
-
-def swapped_of(folder, ranks=(4, 7), rank=1, **options):
-    volume = Volume([folder], **{"name": "run", "resume": True, **options})
-    peers, shares = SimpleNamespace(ranks=list(ranks), rank=rank), Shares(rank, len(ranks))
-    return Swapped(volume, "fp32", None, SimpleNamespace(peers=peers, shares=shares))
 
 
 # Of the ranks 4 and 7 this is 7.
@@ -300,24 +269,3 @@ def test_volumes_of_other_ranks_are_named(tmp_path, monkeypatch, made, is_explai
     if made == [4, 7]:
         swap.explain(error, volume, 7, [7, 4], "by a way")
     swap.explain(error, Volume([tmp_path], name="run", resume=False), 7, [4, 7], "by a way")
-
-
-def test_a_volume_is_that_of_its_rank_and_of_its_parameters(tmp_path):
-    def identity(ranks=(4, 7), rank=0, names="ab", shapes=((3, 2), (4,)), known=2):
-        of_rank = swapped_of(tmp_path, ranks, rank)
-        params = [torch.ones(shape) for shape in shapes]
-        if known:
-            of_rank.sharding.shares.add(params)
-        return of_rank._identity(params, dict(zip(params[:known], names, strict=False)))
-
-    found = [
-        identity(),
-        identity(rank=1),
-        identity(ranks=(4, 7, 9)),
-        identity(names="ac"),
-        identity(shapes=((2, 3), (4,))),
-        identity(known=1),
-    ]
-    assert len(set(found)) == len(found)
-    # Where the ranks are in the world is nothing.
-    assert identity() == identity(ranks=(0, 1))

@@ -11,7 +11,7 @@ import torch
 from stepwell.access import writes
 from stepwell.deepspeed.zero import swapped as swapped_module
 from stepwell.deepspeed.zero.swapped import commit_last_step, swapped_on
-from stepwell.ranks.collective import Call, Ranks
+from stepwell.ranks.collective import Ranks
 from stepwell.store.sharded_volume import RUN_OF_ONE
 from stepwell.store.volume import Volume
 from swapped_partitions import (
@@ -115,8 +115,7 @@ def of_ranks(monkeypatch, *steps, counts=None):
         def __init__(self):
             super().__init__([0, 1])
 
-        def objects(self, mine, call):
-            assert call is Call.VOLUME
+        def objects(self, mine):
             return [mine, mine if counts is None or mine is None else counts]
 
     def open_together(ranks, make, *, commit_interval):

@@ -37,8 +37,6 @@ from stepwell.access.guard import clear_grads
 from stepwell.access.under_way import wait_for
 from stepwell.offload.options import Accumulate, check_options
 from stepwell.optim import AdamW, Moments
-from stepwell.ranks import sharded_state
-from stepwell.ranks.sharding import Shard, Sharding, UpdateFacts, awaited, open_sharding
 from stepwell.store.background import Background
 from stepwell.store.gradients import DeviceCollector
 from stepwell.store.host_collector import WHY_NAN, HostCollector
@@ -58,7 +56,6 @@ if TYPE_CHECKING:
 
     from torch.optim.optimizer import ParamsT, StateDict
 
-    from stepwell.store.contents import Contents
     from stepwell.store.deferred import Deferred
     from stepwell.store.deferred_steps import DeferralMetrics
     from stepwell.store.volume import Volume
@@ -148,8 +145,8 @@ class OffloadAdamW(AdamW):
             the first step on. The first parameters whose state fits are stepped on the device, in
             fp32 whatever `moments` is, and take no host memory. No step waits for them, and none of
             their updates is deferred. Bits are those of steps in host memory with fp32 moments, and
-            state dicts are alike. Not with `shard`, `accumulate="host"`, a volume that commits, or
-            DTensor parameters.
+            state dicts are alike. Not with `accumulate="host"`, a volume that commits, or DTensor
+            parameters.
         deferred: which updates are applied later, in the background of the steps to come, so that
             no step waits for host memory; None: none is. Forwards in training then read weights
             that lack some updates (see `Deferred`); evaluation, state dicts and every other access
@@ -158,20 +155,10 @@ class OffloadAdamW(AdamW):
             by torch.compile): without, a warning says so and steps are exact.
         tier: drives for the state that does not fit into `host_bytes_max`; None: all is in host
             memory. With `deferred` it has durability "none", and no channels are selected. With
-            `shard`, and with DTensor parameters, making the optimizer is a call of all ranks that
-            waits for the others, and each has a volume of its own. `state` and state dicts are then
-            read from the drives into memory, as a snapshot. Parameters that are added later have
-            their state in host memory.
-        shard: whether ranks that hold the same parameters (DistributedDataParallel) share the step:
-            True, or the process group of these ranks. Each keeps the state of its rows of every
-            parameter and steps those, and gets the new weights of the others, with the same bits as
-            without. `state` and `state_dict()` are then those of this rank:
-            torch.distributed.checkpoint saves and loads them at any number of ranks, and
-            `full_state_dict()` has the whole. So it has to be asked for: a program that saves
-            `state_dict()` on one rank would have a part only. Weights and gradients are checked to
-            be equal on all ranks. With `tier` each rank has a volume of its own, and all of them
-            resume at one step. False: each rank keeps and steps all of its parameters. Not with
-            `deferred`, `accumulate="host"` or DTensor parameters.
+            DTensor parameters making the optimizer is a call of all ranks that waits for the
+            others, and each has a volume of its own; all of them resume at one step. `state` and
+            state dicts are then read from the drives into memory, as a snapshot. Parameters that
+            are added later have their state in host memory.
         foreach: accepted for torch's sake, without effect: there is one implementation.
         fused: likewise.
         gate: of earlier releases; warns, without effect.
@@ -209,7 +196,6 @@ class OffloadAdamW(AdamW):
         device_bytes_max: int = 0,
         deferred: Deferred | None = None,
         tier: Volume | None = None,
-        shard: Shard = False,
         foreach: bool | None = None,
         fused: bool | None = None,
         gate: str | None = None,
@@ -240,33 +226,24 @@ class OffloadAdamW(AdamW):
             deferred=deferred,
             tier=tier,
             device_bytes_max=device_bytes_max,
-            is_sharded=shard is not False,
-        )
-        self._sharding: Sharding | None = open_sharding(
-            shard,
-            deferred=deferred is not None,
-            accumulate=accumulate,
-            durability=None if tier is None else tier.durability,
         )
         self._model = None if model is None else weakref.ref(model)
         self.clip_norm = clip_norm
         self.grad_norm: float | None = None
-        swapped = None if tier is None else Swapped(tier, moments, threads, self._sharding)
-        shares = None if self._sharding is None else self._sharding.shares
+        swapped = None if tier is None else Swapped(tier, moments, threads)
         self._residents = Residents(device_bytes_max)
         self._host = HostSide(
             moments,
             host_bytes_max,
             deferred=deferred,
             swapped=swapped,
-            shares=shares,
             residents=self._residents,
             sums_on_host=accumulate == "host",
         )
         self._twins = self._host.twins
         # Hooks lead to the collector, so that it must not hold the optimizer.
         label = _labels_of(self)
-        self._background = Background(self._host, self._sharding, threads=threads, label=label)
+        self._background = Background(self._host, threads=threads, label=label)
         self._collector = (
             HostCollector(self._twins, self._background, label)
             if accumulate == "host"
@@ -280,34 +257,29 @@ class OffloadAdamW(AdamW):
             self._residents,
             self._collector,
             self._background,
-            shares=shares,
             moments=moments,
         )
         self._keeper = States(self, self._host, self._residents, self._background)
         # What the last step took, as far as the engine does not know it.
         self._seconds: dict[str, float] = {}
-        # Ranks with volumes make them together.
-        with contextlib.nullcontext() if tier is None else awaited(self._sharding):
-            super().__init__(
-                params,
-                lr,
-                betas,
-                eps,
-                weight_decay,
-                moments=moments,
-                nonfinite=nonfinite,
-                maximize=maximize,
-                seed=seed,
-                foreach=foreach,
-                fused=fused,
-            )
-            with torch.no_grad():
-                between_steps = self._background.between_steps
-                self._host.open(self, self._states, self._names(), between_steps)
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            moments=moments,
+            nonfinite=nonfinite,
+            maximize=maximize,
+            seed=seed,
+            foreach=foreach,
+            fused=fused,
+        )
+        with torch.no_grad():
+            between_steps = self._background.between_steps
+            self._host.open(self, self._states, self._names(), between_steps)
         if model is not None:
             self._background.watch(model)
-            if self._sharding is not None:
-                self._sharding.watch(model)
 
     def _names(self) -> dict[torch.Tensor, str]:
         names = [
@@ -361,8 +333,6 @@ class OffloadAdamW(AdamW):
     def _admit_new(self, new: list[torch.Tensor]) -> None:
         labels = dict(self._labelled())
         self._host.check(new, labels)
-        if self._sharding is not None:
-            self._sharding.admit(new, labels)
         residents = self._residents.choose(new, labels)
         try:
             self._residents.add(residents)
@@ -409,12 +379,6 @@ class OffloadAdamW(AdamW):
             self._host.let_go(params, self._states)
             for param in params:
                 self._new_states.pop(param, None)
-        if self._sharding is not None:
-            # Of frozen ones too, which have no twin. State that is left is of these rows: one that
-            # comes back goes on with it.
-            shares, states = self._sharding.shares, self._states
-            left = [param for param in shares if param not in living and not states.get(param)]
-            shares.remove(left)
 
     def _follow_groups(self) -> None:
         """Makes ready for what has come since groups were added, and lets go of what has gone.
@@ -457,23 +421,9 @@ class OffloadAdamW(AdamW):
         self._spans.unbind()
 
     def _host_side(self, param: torch.Tensor) -> torch.Tensor:
-        if param in self._twins:
-            return self._twins.weight(param)
-        if self._sharding is None or param not in self._sharding.shares:
-            return param
-        return self._sharding.shares.piece(param, param.detach())
+        return self._twins.weight(param) if param in self._twins else param
 
     # ---- state dicts ----
-
-    def _first_element(self, param: torch.Tensor) -> int:
-        return self._spans.first_element(param)
-
-    def _own_state(self, param: torch.Tensor, state: _state.State, label: str) -> _state.State:
-        if self._sharding is None:
-            return state
-        # Also the rows of a frozen one: the rank that has their state steps them once it thaws.
-        self._sharding.admit([param], {param: label})
-        return sharded_state.own(self._sharding, param, state, label)
 
     def _converted(
         self, param: torch.Tensor, loaded: _state.State, key: int, label: str
@@ -485,45 +435,8 @@ class OffloadAdamW(AdamW):
     def state_dict(self) -> StateDict:
         """As `stepwell.AdamW.state_dict`, after the last step is complete.
 
-        Its tensors are in host memory. With `shard` they are the rows of this rank, which
-        torch.distributed.checkpoint saves and loads at any number of ranks, and torch.save refuses.
+        Its tensors are in host memory.
         """
-        found = self._own_state_dict()
-        if self._sharding is not None:
-            for index, param in enumerate(self._in_order()):
-                if state := found["state"].get(index):
-                    found["state"][index] = sharded_state.of_rank(self._sharding, param, state)
-        return found
-
-    def full_state_dict(self, rank: int | None = 0) -> StateDict:
-        """The state dict of all ranks together, as without `shard`. All ranks have to call it.
-
-        It is gathered through host memory, and takes what the state of one rank takes without
-        `shard`, which is announced in the log.
-
-        Args:
-            rank: the rank of the group that gets it; None: every rank. The others get {}.
-
-        Raises:
-            ValueError: the ranks have state of different parameters; this one has no memory for
-                what it reads from its volume.
-            OSError: another rank is gone, or has failed; a drive of this one has.
-        """
-        if self._sharding is None:
-            return self._own_state_dict()
-        failure: Exception | None = None
-        found: StateDict = {}
-        try:
-            found = self._own_state_dict()
-        except (ValueError, OSError) as error:
-            failure = error
-        # The others wait for this rank.
-        self._sharding.peers.tell_failure(failure)
-        state = sharded_state.whole(self._sharding, self._in_order(), found["state"], rank)
-        return {} if state is None else {**found, "state": state}
-
-    def _own_state_dict(self) -> StateDict:
-        """The state dict of what this rank steps."""
         self.synchronize()
         self._host.take_fingerprints(self._twins, self._states)
         state_dict = super().state_dict()
@@ -548,11 +461,6 @@ class OffloadAdamW(AdamW):
 
         Takes 8 bytes per parameter unless `moments` is "fp32".
         """
-        if self._sharding is not None:
-            raise ValueError(
-                "decoded_state_dict() is called and `shard` is given, expected one rank with all "
-                "state. hint: full_state_dict(), which an optimizer without `shard` loads"
-            )
         if self._moments != "fp32":
             numel = sum(local(param).numel() for param in self._twins)
             _LOGGER.info("%.2f GiB of host memory for decoded moments", 8 * numel / GIB)
@@ -564,15 +472,7 @@ class OffloadAdamW(AdamW):
         self._follow_groups()
         self._host.take_fingerprints(self._twins, self._states)
         self._host.note_load(has_state=bool(state.get("state")))
-        shares = None if self._sharding is None else self._sharding.shares
-        dealt_out = [] if shares is None else list(shares)
-        try:
-            super().__setstate__(state)
-        except BaseException:
-            if shares is not None:
-                # Other ranks, whose load may have failed earlier, deal out the same from here on.
-                shares.remove(set(shares).difference(dealt_out))
-            raise
+        super().__setstate__(state)
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(
@@ -723,7 +623,7 @@ class OffloadAdamW(AdamW):
     def _finish_last(self) -> None:
         """Waits until the last step is complete, and committed where steps are.
 
-        Ranks that share parameters begin the next one together. So they hear of a drive that has
+        Ranks with DTensor parameters begin the next one together. So they hear of a drive that has
         failed here, and their volumes are one step apart at most.
         """
         try:
@@ -731,7 +631,7 @@ class OffloadAdamW(AdamW):
             if self._host.swapped is not None:
                 self._host.swapped.check()
         except OSError:
-            if self._host.swapped is not None and self._sharding is None:
+            if self._host.swapped is not None:
                 self._agree_on_step(found_inf=False, has_error=True)
             raise
 
@@ -783,40 +683,27 @@ class OffloadAdamW(AdamW):
                 "GradScaler cannot see gradients under accumulate='host'. hint: accumulate='device'"
             )
         found_inf = self._scaler_found_inf()
-        if found_inf and self._sharding is None and not self._agreeing_meshes():
+        if found_inf and not self._agreeing_meshes():
             return self._is_taken(Facts(found_inf=True), None, "", has_updates=False)
         error: ValueError | None = None
         looked = Looked([], [], [], [], [], [])
         inverse_scale, norm = 1.0, 0.0
         # What the program has written since the last step.
         written: list[torch.Tensor] = []
-        with awaited(self._sharding):
-            try:
-                inverse_scale = self._inverse_grad_scale()
-                looked = self._looked()
-                if self._sharding is not None:
-                    self._sharding.check_batches()
-                    written = self._contents().written()
-            except ValueError as caught:
-                error = caught
-            found_inf, has_error, is_apart, is_awaited = self._agree_on_step(
-                found_inf=found_inf,
-                has_error=error is not None,
-                looked=looked,
-                is_written=bool(written),
-            )
+        try:
+            inverse_scale = self._inverse_grad_scale()
+            looked = self._looked()
+        except ValueError as caught:
+            error = caught
+        found_inf, has_error, is_apart, is_awaited = self._agree_on_step(
+            found_inf=found_inf, has_error=error is not None, params=looked.params
+        )
         facts = Facts(found_inf=found_inf, has_error=has_error)
         is_first_at_lr_0 = self._is_first_at_lr_0()
         if not has_error and not found_inf:
-            with awaited(self._sharding):
-                self._steps.decide(looked)
-                if self._sharding is None:
-                    norm, written = self._norm_and_written(looked)
-                else:
-                    norm = self._norm(looked, None)[0]
-                norm *= inverse_scale
-                if self._sharding is not None:
-                    self._sharding.peers.check_norm(norm)
+            self._steps.decide(looked)
+            norm, written = self._norm_and_written(looked)
+            norm *= inverse_scale
             self.grad_norm = norm
             self._seconds = {"norm": time.perf_counter() - begin}
             is_nonfinite, is_nonzero = not math.isfinite(norm), norm != 0
@@ -842,13 +729,11 @@ class OffloadAdamW(AdamW):
         if not is_taken:
             return False
         self._store.has_left = True
-        has_engine = len(self._twins) > 0
-        with self._background.opened().decided() if has_engine else contextlib.nullcontext():
-            if written:
-                # What is new in this step is verified by it.
-                known = {p: s for p, s in self._states.items() if p not in self._new_states}
-                self._steps.take_up(written, looked, known)
-            self._submit(looked, inverse_scale * self._clip_coefficient(norm))
+        if written:
+            # What is new in this step is verified by it.
+            known = {p: s for p, s in self._states.items() if p not in self._new_states}
+            self._steps.take_up(written, looked, known)
+        self._submit(looked, inverse_scale * self._clip_coefficient(norm))
         return True
 
     def _norm(self, looked: Looked, flag: torch.Tensor | None) -> tuple[float, bool]:
@@ -863,65 +748,30 @@ class OffloadAdamW(AdamW):
         place = torch.device("cpu") if self._host.sums_on_host else self._host.device
         return gradient_norm(looked.params, looked.grads, place, read=read), is_set
 
-    def _contents(self) -> Contents:
-        """What tells of writes: behind what another optimizer has under way of these weights."""
-        wait_for(self._twins)
-        contents = self._background.opened().contents
-        assert contents is not None
-        return contents
-
     def _norm_and_written(self, looked: Looked) -> tuple[float, list[torch.Tensor]]:
         """The norm of the gradients, and the parameters whose weights the program has written."""
         if not len(self._twins):
             return self._norm(looked, None)[0], []
-        contents = self._contents()
+        # Another optimizer may have these weights under way.
+        wait_for(self._twins)
+        contents = self._background.opened().contents
+        assert contents is not None
         norm, is_written = self._norm(looked, contents.look())
         return norm, contents.differing() if is_written else []
 
     def _agree_on_step(
-        self,
-        *,
-        found_inf: bool,
-        has_error: bool,
-        looked: Looked | None = None,
-        is_written: bool = False,
+        self, *, found_inf: bool, has_error: bool, params: Sequence[torch.Tensor] = ()
     ) -> Sequence[bool]:
         """What any of the ranks that step together knows before a step.
 
         Returns:
             `found_inf`; `has_error`; whether ranks may have different norms, since some have
             parameters of their own; whether one steps what others may not have, and all commit.
-
-        Raises:
-            ValueError: on all ranks: they step different parameters or differently, or weights
-                differ.
-            OSError: another rank is gone, or has left a step that others have taken.
         """
-        params = [] if looked is None else looked.params
-        if self._sharding is None:
-            places = {param.device_mesh if is_dtensor(param) else None for param in params}
-            swapped = self._host.swapped
-            commits = swapped is not None and swapped.commits
-            return self._agree(found_inf, has_error, len(places) > 1, commits and bool(params))
-        updates = []
-        if looked is not None and not has_error:
-            updates = [
-                UpdateFacts(self._hypers[group], number, self.param_groups[group]["seed"])
-                for group, number in zip(looked.groups, looked.numbers, strict=True)
-            ]
-        found = self._sharding.agree(
-            params,
-            updates,
-            clip_norm=self.clip_norm,
-            nonfinite=self._nonfinite,
-            has_error=has_error,
-            found_inf=found_inf,
-            is_rounded=self._moments != "fp32",
-            is_written=is_written,
-            checksums=lambda weights: self._background.opened().checksums(weights),
-            label=self._label,
-        )
-        return [*found, False, False]
+        places = {param.device_mesh if is_dtensor(param) else None for param in params}
+        swapped = self._host.swapped
+        commits = swapped is not None and swapped.commits
+        return self._agree(found_inf, has_error, len(places) > 1, commits and bool(params))
 
     def _submit(self, looked: Looked, grad_scale: float) -> None:
         """Has a step begin that was decided on."""
@@ -980,7 +830,6 @@ class OffloadAdamW(AdamW):
         - `oldest_age`: how many steps ago the oldest gradient was computed that is deferred.
         - `bytes_read`, `bytes_written`: with a volume, what its drives have moved since it was
           made.
-        - `bytes_gathered`: with `shard`, of weights that came from other ranks.
         - `selected_share`: with `deferred.fraction`, which share of the squared norms the selected
           channels had when they were chosen.
         - `selected_bytes`: likewise, device memory for their state.

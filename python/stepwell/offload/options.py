@@ -19,12 +19,8 @@ def check_options(
     deferred: Deferred | None,
     tier: Volume | None,
     device_bytes_max: int,
-    is_sharded: bool,
 ) -> None:
-    """Raises ValueError for options that are not what `OffloadAdamW` takes.
-
-    With what `shard` goes is checked where it is opened (`open_sharding`).
-    """
+    """Raises ValueError for options that are not what `OffloadAdamW` takes."""
     choice(accumulate, "`accumulate`", get_args(Accumulate))
     if deferred is not None and not isinstance(deferred, Deferred):
         raise ValueError(
@@ -43,11 +39,11 @@ def check_options(
         )
     if deferred is not None and tier is not None:
         _check_deferred_on_volume(deferred, tier)
-    _check_device_bytes(device_bytes_max, accumulate=accumulate, tier=tier, is_sharded=is_sharded)
+    _check_device_bytes(device_bytes_max, accumulate=accumulate, tier=tier)
 
 
 def _check_device_bytes(
-    device_bytes_max: int, *, accumulate: Accumulate, tier: Volume | None, is_sharded: bool
+    device_bytes_max: int, *, accumulate: Accumulate, tier: Volume | None
 ) -> None:
     """Raises ValueError where so much state cannot stay on the device."""
     if device_bytes_max == 0:
@@ -57,8 +53,6 @@ def _check_device_bytes(
         raise ValueError(
             what + "`accumulate` is `host`, expected device: what is stepped there is summed there"
         )
-    if is_sharded:
-        raise ValueError(what + "`shard` is given, expected one of the two")
     if tier is not None and tier.durability == "commit":
         raise ValueError(
             what + "`tier` has durability `commit`, expected none: state on the device is in no "

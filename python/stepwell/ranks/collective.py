@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import contextlib
-from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -12,20 +11,7 @@ import torch.distributed as dist
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-__all__ = ["Call", "Ranks", "WholeWorld"]
-
-
-class Call(IntEnum):
-    """What the ranks are in when they tell each other something."""
-
-    STEP = 0
-    NORM = 1
-    DIFFERENCE = 2
-    OBJECTS = 3
-    BROADCAST = 4
-    OPEN = 5
-    LEFT = 6
-    VOLUME = 7
+__all__ = ["Ranks", "WholeWorld"]
 
 
 class Ranks(abc.ABC):
@@ -40,19 +26,18 @@ class Ranks(abc.ABC):
         """Of the default group."""
 
     @abc.abstractmethod
-    def objects(self, mine: object, call: Call = Call.OBJECTS) -> list[Any]:
+    def objects(self, mine: object) -> list[Any]:
         """The picklable objects of all ranks, in their order."""
 
     def awaited(self) -> AbstractContextManager[None]:
         """A context in which the others wait for what this rank tells them next."""
         return contextlib.nullcontext()
 
-    def tell_failure(self, failure: Exception | None, call: Call = Call.OBJECTS) -> None:
+    def tell_failure(self, failure: Exception | None) -> None:
         """All ranks tell whether they have failed; where one has, all raise, and stay together.
 
         Args:
             failure: why this one has; None: it has not.
-            call: what the ranks are in.
 
         Raises:
             ValueError: `failure`.
@@ -60,7 +45,7 @@ class Ranks(abc.ABC):
         """
         text = None if failure is None else f"{type(failure).__name__}: {failure}"
         try:
-            texts = self.objects(text, call)
+            texts = self.objects(text)
         except OSError:
             if failure is not None:
                 raise failure from None
@@ -78,7 +63,7 @@ class WholeWorld(Ranks):
     def __init__(self) -> None:
         super().__init__(list(range(dist.get_world_size())))
 
-    def objects(self, mine: object, call: Call = Call.OBJECTS) -> list[Any]:
+    def objects(self, mine: object) -> list[Any]:
         """As `Ranks.objects`."""
         found: list[Any] = [None] * len(self.ranks)
         dist.all_gather_object(found, mine)

@@ -178,13 +178,10 @@ class _GatherThread:
         core: _core.OffloadEngine,
         peers: Peers,
         device: torch.device,
-        *,
-        commits: bool = False,
     ) -> None:
         self._core = core
         self._peers = peers
         self._device = device
-        self._commits = commits
         self._stream: torch.cuda.Stream | None = None
         self._num_told = 0
         self.steps: queue.SimpleQueue[_GatheredStep | None] = queue.SimpleQueue()
@@ -246,13 +243,6 @@ class _GatherThread:
             step.mark(event)
         if not is_begun and (left := self._failure(told, None)):
             return left
-        if self._commits and error is None:
-            try:
-                # Also of a rank that steps none of the pieces.
-                self._core.finish(stream=0 if stream is None else stream.cuda_stream)
-            except (OSError, ValueError) as caught:
-                error = OSError(str(caught))
-                step.fail(error)
         why = None if error is None else str(error)
         failure = self._failure(self._tell(why), why)
         return error or failure
@@ -342,8 +332,6 @@ class Gatherer:
         core: what steps this rank's parts.
         peers: the ranks, whose `open_data` was called.
         device: where the weights are.
-        commits: whether steps are committed to volumes. Then a rank tells that its step is good
-            when it has committed it.
     """
 
     def __init__(
@@ -351,14 +339,12 @@ class Gatherer:
         core: _core.OffloadEngine,
         peers: Peers,
         device: torch.device,
-        *,
-        commits: bool = False,
     ) -> None:
         self._device = device
         self._peers = peers
         # In a list for the finalizer's sake.
         self._last: list[_GatheredStep | None] = [None]
-        thread = _GatherThread(core, peers, device, commits=commits)
+        thread = _GatherThread(core, peers, device)
         self._steps = thread.steps
         runner = threading.Thread(target=thread.run, name="stepwell-gather", daemon=True)
         runner.start()

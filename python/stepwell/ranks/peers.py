@@ -1,4 +1,4 @@
-"""What the ranks that share the step of one optimizer tell each other.
+"""What ranks that step together tell each other, by process groups of their own.
 
 - Every call is collective, of the thread that steps, in the same order on all ranks. Facts go
   through gloo, between the hosts: no stream of a device waits for them.
@@ -6,40 +6,35 @@
   connection is closed, else after the timeout of the process group.
 - Ctrl-C in a wait leaves the ranks apart. Then every later call is an error, here and, since this
   rank is missing, on the others.
-- Every call begins with a round of one size, which says what is called. gloo ends the process where
-  sizes differ; so ranks that call differently get an error.
-- A rank that leaves a step by an error, while the others wait for it in a round, tells them
-  (`awaited`). Of a step that has failed in the background all are told before its weights are
-  gathered, and behind that (`tell_of_step`).
+- Every call begins with a round of one size. gloo ends the process where sizes differ; so ranks
+  that call differently get an error.
+- A rank that an error ends, while the others wait for it in a round, tells them (`awaited`). Of a
+  step that has failed in the background all are told before its weights are gathered, and behind
+  that (`tell_of_step`).
 
-Cost: two rounds of 80 bytes per step, each 0.1 to 0.3 ms on one host, and two of 40 bytes behind
-the step.
+Cost: two rounds of 40 bytes behind a step, each 0.1 to 0.3 ms on one host.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 import os
-import struct
 import time
 import weakref
 from collections import Counter
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from stepwell.ranks.collective import Call, Ranks
+from stepwell.ranks.collective import Ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
     from datetime import timedelta
 
 __all__ = [
     "Peers",
-    "StepFacts",
     "ToldOfStep",
     "failed_on",
     "left_here",
@@ -49,9 +44,6 @@ __all__ = [
 
 # Polls of a work that has not ended: soon after the first look, then less often.
 _POLL_SECONDS_MIN, _POLL_SECONDS_MAX = 2e-5, 1e-3
-
-# Of 8 bytes each, in a round.
-_WORDS = 10
 
 # Of the text of an error that a rank tells the others.
 _TEXT_BYTES = 1000
@@ -65,24 +57,6 @@ _num_made: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]
 
 # Beyond what torch counts to.
 _FIRST_COUNT = 1 << 40
-
-_MADE_BY = {
-    Call.OBJECTS: "full_state_dict()",
-    Call.BROADCAST: "full_state_dict()",
-    Call.VOLUME: "OffloadAdamW(tier=...)",
-}
-"""What of the optimizer makes a call, where it is not `step()`."""
-
-
-class StepFacts(NamedTuple):
-    """What a rank knows before a step; of all ranks, what any of them knows."""
-
-    has_error: bool
-    """Whether it cannot step."""
-    found_inf: bool
-    """Whether a GradScaler has found a gradient that is not finite."""
-    is_written: bool
-    """Whether parameters were written since the last step."""
 
 
 def failed_on(rank: int, why: str) -> OSError:
@@ -120,33 +94,19 @@ class Peers(Ranks):
         instead: the option with which they need not agree, for an error.
 
     Raises:
-        ValueError: there is no process group, or no gloo, or this rank is not in it.
+        ValueError: there is no gloo.
         OSError: another rank is gone, or makes none.
     """
 
     def __init__(
-        self,
-        group: dist.ProcessGroup | None,
-        *,
-        gathers: bool = True,
-        instead: str = "shard=False",
+        self, group: dist.ProcessGroup | None, *, gathers: bool = True, instead: str
     ) -> None:
-        if not (dist.is_available() and dist.is_initialized()):
-            raise ValueError(
-                "`shard` is given, but there is no process group. "
-                "hint: torch.distributed.init_process_group() first, under torchrun"
-            )
         if not dist.is_gloo_available():
             raise ValueError(
                 "this build of torch has no gloo, by which ranks tell each other of their steps. "
                 f"hint: {instead}; or a build of torch with gloo"
             )
         super().__init__(dist.get_process_group_ranks(group or dist.group.WORLD))
-        if dist.get_rank() not in self.ranks:
-            raise ValueError(
-                f"`shard` is a group of the ranks `{self.ranks}`, expected one with this rank "
-                f"`{dist.get_rank()}`"
-            )
         self.rank = self.ranks.index(dist.get_rank())
         """This one, within the group."""
         self.world_size = len(self.ranks)
@@ -199,70 +159,15 @@ class Peers(Ranks):
         """
         if self._is_data_open or self.world_size == 1:
             return
-        self._meet(Call.OPEN)
+        self._meet()
         mine = torch.zeros(1, dtype=torch.uint8, device=device)
         whole = torch.zeros(self.world_size, dtype=torch.uint8, device=device)
         for begin in (
             lambda: dist.all_gather_into_tensor(whole, mine, group=self.data, async_op=True),
             lambda: dist.broadcast(mine, self.ranks[0], group=self.data, async_op=True),
         ):
-            self._wait(self._call(begin, Call.OPEN), Call.OPEN)
+            self._wait(self._call(begin))
         self._is_data_open = True
-
-    def agree_on_step(self, mine: StepFacts, params: int, settings: int) -> StepFacts:
-        """What is known on any rank.
-
-        Args:
-            mine: what is known here.
-            params: a digest of what is stepped.
-            settings: a digest of how it is stepped.
-
-        Raises:
-            ValueError: other ranks step other parameters, or the same otherwise cut; or with other
-                settings, or another number of steps behind them.
-        """
-        flags = [int(flag) for flag in mine]
-        most = self._greatest(Call.STEP, [*flags, params, -params, settings, -settings])
-        agreed = StepFacts(*(flag > 0 for flag in most[:3]))
-        if agreed.has_error or agreed.found_inf:
-            return agreed
-        if most[3] != -most[4]:
-            raise ValueError(
-                "the ranks step different parameters, or not in the same order, and nothing was "
-                "changed. hint: the same parameters in every rank's groups, frozen and thawed "
-                "alike; gradients that only some ranks have need DistributedDataParallel("
-                "find_unused_parameters=True)"
-            )
-        if most[5] != -most[6]:
-            raise ValueError(
-                "the ranks have different lr, betas, eps, weight_decay, clip_norm, nonfinite or "
-                "(with coded moments) seed, or state of different numbers of steps, and nothing "
-                "was changed. hint: load the state dict on all ranks; reduce a loss that a "
-                "scheduler follows over the ranks; one seed for all"
-            )
-        return agreed
-
-    def check_norm(self, norm: float) -> None:
-        """Raises ValueError, on all ranks, if their norms of the gradients differ."""
-        bits = struct.unpack("<q", struct.pack("<d", math.nan if math.isnan(norm) else norm))[0]
-        most = self._greatest(Call.NORM, [bits, -bits])
-        if most[0] != -most[1]:
-            raise ValueError(
-                f"the norm of the gradients is `{norm}` here and another on other ranks, expected "
-                "equal gradients, and nothing was changed. hint: DistributedDataParallel makes "
-                "them equal; clip, scale or change gradients alike on all ranks; shard=False "
-                "steps each rank's own"
-            )
-
-    def first_difference(self, digests: Sequence[int]) -> int | None:
-        """The first place where the ranks have different numbers, of 62 bits; None: there is none.
-
-        The ranks give equally many.
-        """
-        self._meet(Call.DIFFERENCE)
-        most = self._greatest(Call.DIFFERENCE, [*digests, *(-each for each in digests)])
-        count = len(digests)
-        return next((at for at in range(count) if most[at] != -most[count + at]), None)
 
     @contextlib.contextmanager
     def awaited(self) -> Iterator[None]:
@@ -283,7 +188,7 @@ class Peers(Ranks):
         except BaseException:
             if self._round == before and not self._is_apart:
                 with contextlib.suppress(OSError):
-                    self._left = self._begin_round(Call.LEFT, [])
+                    self._left = self._begin_round(has_left=True)
             raise
 
     # ---- of steps in the background ----
@@ -331,75 +236,51 @@ class Peers(Ranks):
 
     # ---- rounds ----
 
-    def _meet(self, call: Call) -> None:
-        """All ranks make this call. What follows may have any size.
+    def _meet(self) -> None:
+        """All ranks come here. What follows may have any size.
 
         Raises:
             OSError: they do not.
         """
-        self._greatest(call, [])
-
-    def _greatest(self, call: Call, numbers: Sequence[int]) -> list[int]:
-        """The greatest of all ranks at each place. More than 7 `numbers` come behind `_meet`."""
         self._check_together()
-        return self._end_round(call, *self._begin_round(call, numbers))[: len(numbers)]
+        self._end_round(*self._begin_round(has_left=False))
 
-    def _end_round(self, call: Call, mine: torch.Tensor, work: dist.Work) -> list[int]:
-        self._wait(work, call)
-        most: list[int] = mine.tolist()
-        if most[0] != -most[1]:
-            self._is_apart = True
-            self._why_apart = self._difference(call, most)
-            self._check_together()
-        return most[2:]
-
-    def _begin_round(self, call: Call, numbers: Sequence[int]) -> tuple[torch.Tensor, dist.Work]:
+    def _begin_round(self, *, has_left: bool) -> tuple[torch.Tensor, dist.Work]:
         self._round += 1
-        # Ranks that are not in the same round, or not of the same call, have gone apart.
-        mark = self._round * len(Call) + call
-        words = [mark, -mark, *numbers]
-        words += [0] * (_WORDS - 1 - len(words))
-        words.append(self.rank + 1 if call is Call.LEFT else 0)
+        # Ranks that are not in the same round have gone apart. So has one that leaves it.
+        mark = 2 * self._round + has_left
+        words = [mark, -mark, has_left * (self.rank + 1)]
         mine = torch.tensor(words, dtype=torch.int64, device="cpu")
         work = self._call(
-            lambda: dist.all_reduce(mine, dist.ReduceOp.MAX, group=self._agreeing, async_op=True),
-            call,
+            lambda: dist.all_reduce(mine, dist.ReduceOp.MAX, group=self._agreeing, async_op=True)
         )
         return mine, work
 
-    def _difference(self, call: Call, most: Sequence[int]) -> str:
-        """What has the ranks apart, of which some have made another call than `call`."""
-        if left := most[-1]:
-            what = _MADE_BY.get(call, "the step")
-            return f"rank {self.ranks[left - 1]} has left {what} by an error, which says why"
-        mark = self._round * len(Call) + call
-        other = most[0] if most[0] != mark else -most[1]
-        mine, theirs = (_MADE_BY.get(Call(each % len(Call)), "step()") for each in (mark, other))
-        if mine == theirs:
-            return self._why_apart
-        return f"this rank has called {mine}, and another one {theirs}; each is a call of all ranks"
+    def _end_round(self, mine: torch.Tensor, work: dist.Work) -> None:
+        self._wait(work)
+        most, minus_least, left = mine.tolist()
+        if most != -minus_least:
+            self._is_apart = True
+            if left:
+                self._why_apart = (
+                    f"rank {self.ranks[left - 1]} has left by an error, which says why"
+                )
+            self._check_together()
 
-    def objects(self, mine: object, call: Call = Call.OBJECTS) -> list[Any]:
+    def objects(self, mine: object) -> list[Any]:
         """The picklable objects of all ranks, in their order."""
-        self._meet(call)
+        self._meet()
         found: list[Any] = [None] * self.world_size
         self._is_apart = True
-        self._call(lambda: dist.all_gather_object(found, mine, group=self._agreeing), call)
+        self._call(lambda: dist.all_gather_object(found, mine, group=self._agreeing))
         self._is_apart = False
         return found
-
-    def broadcast(self, memory: torch.Tensor, owner: int, call: Call = Call.BROADCAST) -> None:
-        """Fills `memory`, contiguous and in host memory, with that of the rank `owner`."""
-        self._meet(call)
-        whole, source = memory.view(-1).view(torch.uint8), self.ranks[owner]
-        begin = partial(dist.broadcast, whole, source, group=self._agreeing, async_op=True)
-        self._wait(self._call(begin, call), call)
 
     def check_process(self) -> None:
         """Raises ValueError in a forked child, which has no part in what the ranks do."""
         if os.getpid() != self._pid:
             raise ValueError(
-                f"the ranks share the steps of process `{self._pid}`, this is `{os.getpid()}`. "
+                f"weights come from the ranks to process `{self._pid}`, this is `{os.getpid()}`. "
                 "hint: for a child that reads weights, synchronize() before forking"
             )
 
@@ -407,27 +288,27 @@ class Peers(Ranks):
         self.check_process()
         if self._left is not None:
             left, self._left = self._left, None
-            self._end_round(Call.LEFT, *left)
+            self._end_round(*left)
         if self._is_apart:
             raise OSError(
                 f"the ranks are not at the same step any more: {self._why_apart}. hint: end all "
                 "ranks, and resume from a checkpoint"
             )
 
-    def _call(self, begin: Any, call: Call) -> Any:
+    def _call(self, begin: Any) -> Any:
         try:
             return begin()
         except (RuntimeError, ValueError) as error:
             self._is_apart = True
-            raise _lost(error, call) from error
+            raise _lost(error) from error
 
-    def _wait(self, work: Any, call: Call) -> None:
+    def _wait(self, work: Any) -> None:
         is_done = False
         try:
             wait_for_work(work)
             is_done = True
         except RuntimeError as error:
-            raise _lost(error, call) from error
+            raise _lost(error) from error
         finally:
             # Also where Ctrl-C has ended the wait.
             self._is_apart = self._is_apart or not is_done
@@ -482,11 +363,11 @@ def why_lost(error: BaseException) -> str:
     )
 
 
-def _lost(error: Exception, call: Call) -> OSError:
-    why = why_lost(error)
-    if call in _MADE_BY:
-        why += f". {_MADE_BY[call]} is a call of all ranks, and waits for those that do not make it"
-    return OSError(why)
+def _lost(error: Exception) -> OSError:
+    return OSError(
+        f"{why_lost(error)}. An optimizer is made, and a commit asked for, by all ranks that step "
+        "together"
+    )
 
 
 def _timeout_of(group: dist.ProcessGroup | None) -> timedelta | None:

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
     import torch
 
-    from stepwell.ranks.sharding import Sharding
     from stepwell.store.host_side import HostSide
 
 __all__ = ["Background"]
@@ -47,7 +46,6 @@ class Background:
 
     Args:
         host: the host side of the parameters.
-        sharding: the ranks that share steps; None: none does.
         threads: workers that step, as `OffloadAdamW` has it.
         label: what errors call a parameter.
     """
@@ -55,14 +53,12 @@ class Background:
     def __init__(
         self,
         host: HostSide,
-        sharding: Sharding | None,
         *,
         threads: int | None,
         label: Callable[[torch.Tensor], str],
     ) -> None:
         self._host = host
         self._twins = host.twins
-        self._sharding = sharding
         self._deferred = host.deferred
         self._threads = threads
         self._label = label
@@ -109,11 +105,10 @@ class Background:
         tier = None
         if swapped is not None and swapped.core is not None:
             tier = {"swap": swapped.core, "swapped": swapped.indices(params)}
-        extents = Extents.of(params)
         engine = Engine(
             self._host.device,
             params,
-            extents._replace(numels=[twins.weight_numel(param) for param in params]),
+            Extents.of(params),
             twins=twins,
             threads=self._threads,
             threads_share=self._host.hosted_share,

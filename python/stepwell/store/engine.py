@@ -274,8 +274,7 @@ class Engine(Uploads):
         deferred.
         """
         assert self._twins is not None
-        piece = self._twins.piece
-        pairs = [(param, piece(param, grad)) for param, grad in zip(params, grads, strict=True)]
+        pairs = [(param, local(grad)) for param, grad in zip(params, grads, strict=True)]
         pairs = [(param, grad) for param, grad in pairs if grad.numel()]
         indices = [self._indices[id(param)] for param, _ in pairs]
         sources = [grad.data_ptr() for _, grad in pairs]
@@ -351,10 +350,6 @@ class Engine(Uploads):
         self._coming = coming
         return coming
 
-    def options(self, params: Sequence[torch.Tensor]) -> dict[str, Any]:
-        """What `submit` is given of a step of `params` beside what the optimizer knows."""
-        return {}
-
     def submit(
         self,
         coming: Submitted,
@@ -426,10 +421,6 @@ class Engine(Uploads):
                 yield
             finally:
                 self._is_stepping = False
-
-    def decided(self) -> AbstractContextManager[None]:
-        """A context in which a step is submitted that ranks have agreed on, where they share it."""
-        return contextlib.nullcontext()
 
     @property
     def will_settle(self) -> bool:

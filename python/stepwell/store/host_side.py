@@ -22,14 +22,12 @@ from stepwell._sharding import is_dtensor, local
 from stepwell._tensors import Written, check_param
 from stepwell.store.deferred import DeferralBytes, Extents, memory_of
 from stepwell.store.residents import Residents
-from stepwell.store.sharded_volume import fetch_rows
 from stepwell.store.twins import Twins
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
     from contextlib import AbstractContextManager
 
-    from stepwell.ranks.shares import Shares
     from stepwell.store.deferred import Deferred
     from stepwell.store.swapped import Swapped
 
@@ -46,7 +44,6 @@ class HostSide:
         bytes_max: the most host memory that may be taken; None: what is free.
         deferred: which updates are deferred; None: none is.
         swapped: has the state that does not fit into host memory; None: all is there.
-        shares: the rows of each parameter that this rank steps; None: all of what it has.
         residents: parameters that have no host side.
         sums_on_host: whether the gradients of several backwards are summed in host memory.
     """
@@ -58,14 +55,11 @@ class HostSide:
         *,
         deferred: Deferred | None,
         swapped: Swapped | None,
-        shares: Shares | None,
         residents: Residents,
         sums_on_host: bool,
     ) -> None:
         # Beside a volume some of it is pinned, and some is not.
-        self.twins = Twins(
-            have_gradients=deferred is None, shares=shares, is_paged=swapped is not None
-        )
+        self.twins = Twins(have_gradients=deferred is None, is_paged=swapped is not None)
         self._residents = residents
         self.deferred = deferred
         """Which updates are deferred; None: none is."""
@@ -155,9 +149,9 @@ class HostSide:
         if on_device:
             _LOGGER.info("%.2f GiB of device memory for selected channels", on_device / GIB)
         return announce(
-            sum(self.twins.piece(param).numel() for param in params),
+            sum(local(param).numel() for param in params),
             state=sum(
-                _state.nbytes(self.twins.piece(param), self._moments)
+                _state.nbytes(local(param), self._moments)
                 for param in params
                 if self._is_open and not states.get(param)
             ),
@@ -255,12 +249,8 @@ class HostSide:
                 self.twins[param].fresh = swapped.fresh(param)
         try:
             resumed = swapped.resumed(weights)
-            # In the order of all ranks.
-            for param in [param for param in weights if param in resumed]:
-                if swapped.sharding is None:
-                    local(param).copy_(local(weights[param]))
-                else:
-                    fetch_rows(swapped.sharding, param, weights[param])
+            for param in resumed:
+                local(param).copy_(local(weights[param]))
                 states[param] = resumed[param]
                 self.twins[param].fresh = None
         except BaseException:
@@ -419,7 +409,7 @@ class HostSide:
             twin.mark_unverified()
             weight = local(twin.weight)
             before = weight.clone() if state and belongs else None
-            weight.copy_(self.twins.piece(param))
+            weight.copy_(local(param))
             if state and before is not None:
                 moments = self._moments
                 twin.is_unverified = not _state.drop_written(weight, before, state, moments)

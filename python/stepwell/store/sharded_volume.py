@@ -1,17 +1,15 @@
 """Volumes of ranks that step together: made together, and gone on from at one step.
 
-Each rank has the state of what it steps on a volume of its own: its rows (`shard=`), its pieces of
-DTensors (FSDP2), or its partitions under ZeRO (`deepspeed/zero/swapped.py`).
+Each rank has the state of what it steps on a volume of its own: its pieces of DTensors (FSDP2), or
+its partitions under ZeRO (`deepspeed/zero/swapped.py`).
 
 - SHV-1 The steps of all volumes have the same numbers, and the same of them are committed: a rank
   counts every step that it submits, also one that changes none of its rows, and a step that is
   submitted on one rank is so on all. With DTensors a rank may have no update where others step
   plain parameters of their own: it submits an empty step then.
 - SHV-2 No rank begins to write a step before all have made the one before, and committed it where
-  it is committed: the thread that gathers tells the others that a step is good then
-  (`gathering.py`), and the next one is not submitted before all have told so (`rank_engine.py`).
-  Under ZeRO each rank's own step has ended before it takes part in the norm of the next one; with
-  DTensors, before the ranks agree on the next one.
+  it is committed. Under ZeRO each rank's own step has ended before it takes part in the norm of the
+  next one; with DTensors, before the ranks agree on the next one.
 - SHV-3 So whenever the ranks are killed, and however a step fails, their volumes are at one commit,
   or at two that follow one another. A program that ends commits the last step of each rank
   (`volume_end.py`), which may be another one. Those that are ahead, by either, still have the
@@ -24,8 +22,7 @@ DTensors (FSDP2), or its partitions under ZeRO (`deepspeed/zero/swapped.py`).
 
 An error of one rank is raised on all of them.
 
-Cost: some rounds between the ranks when the optimizer is made. A run that is resumed has all
-weights go between the ranks once, through host memory.
+Cost: some rounds between the ranks when the optimizer is made.
 """
 
 from __future__ import annotations
@@ -37,7 +34,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from stepwell._sharding import meshes
-from stepwell.ranks.collective import Call
 from stepwell.ranks.peers import Peers
 
 if TYPE_CHECKING:
@@ -45,14 +41,12 @@ if TYPE_CHECKING:
 
     from stepwell import _core
     from stepwell.ranks.collective import Ranks
-    from stepwell.ranks.sharding import Sharding
 
 __all__ = [
     "RUN_OF_ONE",
     "CommonCommits",
     "agree_on_counts",
     "close",
-    "fetch_rows",
     "open_together",
     "ranks_of",
 ]
@@ -101,7 +95,7 @@ class CommonCommits:
                 failure = error
         try:
             # No rank goes on before all have committed.
-            ranks.tell_failure(failure, Call.VOLUME)
+            ranks.tell_failure(failure)
         except (ValueError, OSError) as error:
             self._failure = str(error)
             raise
@@ -169,15 +163,15 @@ def open_together(
         ValueError: as `make`; or the volumes are not those of one run, or commit other steps.
         OSError: as `make`; or another rank has failed.
     """
-    run, *_ = ranks.objects(secrets.randbits(_RUN_BITS), Call.VOLUME)
+    run, *_ = ranks.objects(secrets.randbits(_RUN_BITS))
     core = _on_all(ranks, lambda: make(None, run), None)
     step = _BEGINNING if core is None else core.step or _BEGINNING
     before = None if core is None else core.step_before
     if step == _FIRST_STEP:
         before = _BEGINNING
     try:
-        _check_intervals(ranks.objects(commit_interval, Call.VOLUME))
-        found = ranks.objects((step, before), Call.VOLUME)
+        _check_intervals(ranks.objects(commit_interval))
+        found = ranks.objects((step, before))
         common = _common_step(found)
     except BaseException:
         close(core)
@@ -202,7 +196,7 @@ def open_together(
         core = _on_all(ranks, go_back, core)
     if common != _BEGINNING:
         try:
-            _check_runs(ranks.objects(None if core is None else core.resumed_run, Call.VOLUME))
+            _check_runs(ranks.objects(None if core is None else core.resumed_run))
         except BaseException:
             close(core)
             raise
@@ -259,7 +253,7 @@ def _on_all(
         except (ValueError, OSError) as error:
             failure = error
     try:
-        ranks.tell_failure(failure, Call.VOLUME)
+        ranks.tell_failure(failure)
     except BaseException:
         close(core)
         raise
@@ -291,9 +285,9 @@ def agree_on_counts(
         ValueError: `failure`; or the volumes have different counts.
         OSError: likewise; or another rank has failed.
     """
-    ranks.tell_failure(failure, Call.VOLUME)
+    ranks.tell_failure(failure)
     counts = []
-    for each in zip(*ranks.objects(list(mine), Call.VOLUME), strict=True):
+    for each in zip(*ranks.objects(list(mine)), strict=True):
         found = {count for count in each if count is not None}
         if len(found) > 1:
             raise ValueError(
@@ -304,28 +298,3 @@ def agree_on_counts(
             )
         counts.append(found.pop() if found else 0)
     return counts
-
-
-def fetch_rows(sharding: Sharding, param: torch.Tensor, own: torch.Tensor) -> None:
-    """Writes the rows of all ranks to `param`. Collective; call it without grad mode.
-
-    Args:
-        sharding: the ranks.
-        param: the parameter, contiguous.
-        own: the rows of this rank, in host memory.
-
-    Raises:
-        OSError: another rank is gone.
-    """
-    peers, shares = sharding.peers, sharding.shares
-    for rank in range(shares.world_size):
-        # Between two rounds too the others hear of an error.
-        with peers.awaited():
-            begin, end = shares.elements(param, rank)
-            is_own = rank == peers.rank
-            rows = own if is_own else torch.empty(end - begin, dtype=param.dtype, device="cpu")
-        if begin == end:
-            continue
-        peers.broadcast(rows, rank, Call.VOLUME)
-        with peers.awaited():
-            param.view(-1)[begin:end].copy_(rows.view(-1))

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     import torch
 
     from stepwell._spans import Labelled
-    from stepwell.ranks.shares import Shares
     from stepwell.store.background import Background
     from stepwell.store.gradients import DeviceCollector
     from stepwell.store.host_collector import HostCollector
@@ -77,7 +76,6 @@ class Spans:
         residents: those whose state is on the device.
         collector: brings gradients to the host.
         background: what steps.
-        shares: the rows of each parameter that this rank steps; None: all of what it has.
         moments: how moments in host memory and on volumes are held.
     """
 
@@ -88,12 +86,11 @@ class Spans:
         collector: DeviceCollector | HostCollector,
         background: Background,
         *,
-        shares: Shares | None,
         moments: str,
     ) -> None:
         self._host, self._residents = host, residents
         self._collector, self._background = collector, background
-        self._shares, self._moments = shares, moments
+        self._moments = moments
         # For an optimizer whose state is all on the device.
         self._bare_store = _core.Store(is_beside=True)
 
@@ -115,12 +112,6 @@ class Spans:
         for store in (self._bare_store, *([] if engine is None else [engine.store])):
             store.unbind()
             store.has_left = False
-
-    def first_element(self, param: torch.Tensor) -> int:
-        """Which element of `param` the first one is that this rank steps."""
-        if self._shares is None or param not in self._shares:
-            return 0
-        return self._shares.elements(param)[0]
 
     def look(
         self,
@@ -220,11 +211,7 @@ class Spans:
                     param,
                     grad,
                     state=state,
-                    rounding=Rounding(
-                        groups[looked.groups[at]]["seed"],
-                        ordinals[id(param)],
-                        self.first_element(param),
-                    ),
+                    rounding=Rounding(groups[looked.groups[at]]["seed"], ordinals[id(param)]),
                     label=partial(labels.__getitem__, param),
                     is_kept=is_kept and is_own,
                 )

@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from stepwell.ranks.peers import Peers
-    from stepwell.ranks.sharding import Sharding
     from stepwell.store.swap import Room
     from stepwell.store.twins import Twins
     from stepwell.store.volume import Volume
@@ -57,18 +56,12 @@ class Swapped:
         volume: what the user has said of it.
         moments: how the moments are held.
         threads: workers that step; None: as the engine chooses.
-        sharding: the ranks that share the step, each with a volume; None: this one steps all that
-            it has.
     """
 
-    def __init__(
-        self, volume: Volume, moments: str, threads: int | None, sharding: Sharding | None = None
-    ) -> None:
+    def __init__(self, volume: Volume, moments: str, threads: int | None) -> None:
         self.volume = volume
-        self.sharding = sharding
-        """The ranks that share the step, each with a volume; None: this one steps all it has."""
         # Those whose volumes are of one run; None: this one's is.
-        self._ranks: Peers | None = None if sharding is None else sharding.peers
+        self._ranks: Peers | None = None
         self._moments = moments
         self._threads = threads
         self._core: _core.Swap | None = None
@@ -120,15 +113,11 @@ class Swapped:
             ValueError: their ranks cannot step together.
             OSError: another rank is gone.
         """
-        if self.sharding is not None:
-            # The optimizer has them wait from the beginning.
-            return contextlib.nullcontext()
         self._meet(params)
         return contextlib.nullcontext() if self._ranks is None else self._ranks.awaited()
 
     def _meet(self, params: Iterable[torch.Tensor]) -> None:
-        if self.sharding is None:
-            self._ranks = ranks_of(params, commits=self.commits, known=self._ranks)
+        self._ranks = ranks_of(params, commits=self.commits, known=self._ranks)
 
     def open(
         self,
@@ -199,7 +188,6 @@ class Swapped:
         swapped = list(self._places)
         self._indices = {param: index for index, param in enumerate(swapped)}
         # Fingerprints and codes are of a shard.
-        way = "torch.distributed.checkpoint"
         return make_swap(
             self.volume,
             [self._tensor(param, self._places[param]) for param in swapped],
@@ -207,9 +195,8 @@ class Swapped:
             identity=self._identity(swapped, names),
             rank=torch.distributed.get_rank() if torch.distributed.is_initialized() else None,
             ranks=None if self._ranks is None else self._ranks.ranks,
-            resized_by=f"state of float32 parameters gets to another number by {way}"
-            if self.sharding is None
-            else f"state gets to another number by {way} or full_state_dict()",
+            resized_by="state of float32 parameters gets to another number by "
+            "torch.distributed.checkpoint",
             nbytes=sum(sizes[param] for param in swapped),
             room=room._replace(ram_nbytes=left),
             workers=self._threads,
@@ -254,13 +241,7 @@ class Swapped:
 
     def _identity(self, params: Iterable[torch.Tensor], names: Mapping[torch.Tensor, str]) -> str:
         """What names, shapes and this rank's rows say."""
-        what: list[Any] = [
-            (names.get(param), tuple(param.shape), *cut_of(param)) for param in params
-        ]
-        if self.sharding is not None:
-            shares = self.sharding.shares
-            what += [shares.rank, shares.world_size, [shares.elements(each) for each in params]]
-        return repr(what)
+        return repr([(names.get(param), tuple(param.shape), *cut_of(param)) for param in params])
 
     def _first_fit(
         self, params: Sequence[torch.Tensor], sizes: Mapping[torch.Tensor, int], nbytes: int
@@ -312,7 +293,7 @@ class Swapped:
         counts = dict.fromkeys(weights, 0) | dict(zip(self._indices, core_counts, strict=True))
         if ranks is not None:
             # Of plain parameters beside DTensors each rank has its own, and its own updates.
-            common = [param for param in counts if self.sharding is not None or meshes([param])]
+            common = [param for param in counts if meshes([param])]
             mine = [counts[param] if param in self._indices else None for param in common]
             counts.update(zip(common, agree_on_counts(ranks, mine, failure), strict=True))
         steps = max(counts.values(), default=0)

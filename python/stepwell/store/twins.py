@@ -27,7 +27,6 @@ from stepwell._tensors import tensor_on, view
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from stepwell.ranks.shares import Shares
 
 __all__ = ["Twin", "Twins"]
 
@@ -89,18 +88,10 @@ class Twins:
 
     Args:
         have_gradients: whether they have memory for gradients.
-        shares: the rows of each parameter that this rank steps; None: all of what it has.
         is_paged: whether each has whole pages, the unit that is pinned.
     """
 
-    def __init__(
-        self,
-        *,
-        have_gradients: bool = True,
-        shares: Shares | None = None,
-        is_paged: bool = False,
-    ) -> None:
-        self._shares = shares
+    def __init__(self, *, have_gradients: bool = True, is_paged: bool = False) -> None:
         self._align_bytes = mmap.PAGESIZE if is_paged else _ALIGN_BYTES
         # By the parameter's id, as what the step, the gate and hooks have: the hash of a tensor is
         # a function in Python. While a parameter has a twin, that holds it, and its id is its own.
@@ -111,19 +102,11 @@ class Twins:
 
     def nbytes(self, params: Iterable[torch.Tensor]) -> int:
         """Bytes of host memory that `add` takes."""
-        pieces = (self.piece(param).nbytes for param in params)
+        pieces = (local(param).nbytes for param in params)
         return self._num_buffers * sum(map(self._aligned, pieces))
 
     def _aligned(self, nbytes: int) -> int:
         return -(-nbytes // self._align_bytes) * self._align_bytes
-
-    def piece(self, param: torch.Tensor, tensor: torch.Tensor | None = None) -> torch.Tensor:
-        """What this rank steps of `param`, or of `tensor`, which is shaped and placed as it is.
-
-        Call it without grad mode.
-        """
-        whole = local(param if tensor is None else tensor)
-        return whole if self._shares is None else self._shares.piece(param, whole)
 
     @property
     def buffers(self) -> list[_core.Buffer]:
@@ -168,11 +151,11 @@ class Twins:
         ]
         if len(memories) == 1:
             # Of the largest; pages that are not touched are not there.
-            largest = max((self.piece(param).nbytes for param in params), default=0)
+            largest = max((local(param).nbytes for param in params), default=0)
             untouched = torch.empty(largest, dtype=torch.uint8, device="cpu")
         begin = 0
         for param in params:
-            piece = self.piece(param)
+            piece = local(param)
             self.device = piece.device
             places = [memory[begin : begin + piece.nbytes] for memory in memories]
             if len(memories) == 1:
@@ -186,13 +169,13 @@ class Twins:
                 grad=like(param, grad),
                 grad_view=view(grad),
                 dtype=piece.dtype,
-                shape=local(param).shape,
-                nbytes=local(param).nbytes,
+                shape=piece.shape,
+                nbytes=piece.nbytes,
                 buffers=buffers,
                 byte_range=byte_range,
             )
         for param in params:
-            local(self._twins[id(param)].weight).copy_(self.piece(param))
+            local(self._twins[id(param)].weight).copy_(local(param))
 
     def remove(self, params: Iterable[torch.Tensor]) -> None:
         """Lets go of the twins of `params`, which no step and no copy uses."""
@@ -228,10 +211,6 @@ class Twins:
     def weight(self, param: torch.Tensor) -> torch.Tensor:
         """The host side of `param`."""
         return self._twins[id(param)].weight
-
-    def weight_numel(self, param: torch.Tensor) -> int:
-        """How many elements of `param` this rank steps."""
-        return local(self._twins[id(param)].weight).numel()
 
     def grad(self, param: torch.Tensor) -> torch.Tensor:
         """Where the gradient of `param` comes to."""

@@ -7,8 +7,7 @@ of them may be the model's last. So the next step makes first what was waited fo
 What one call waits for keeps its order: an evaluation, which waits for all beneath a module, tells
 nothing. What nothing waited for comes last.
 
-No result depends on the order, so ranks need not agree on it. (Those that share a step by `shard=`
-gather in its order, and have to. Theirs is the order given.)
+No result depends on the order, so ranks need not agree on it.
 """
 
 from __future__ import annotations

@@ -50,6 +50,7 @@ from stepwell.deepspeed.zero.backward import Backward
 from stepwell.deepspeed.zero.device_share import DeviceShare
 from stepwell.deepspeed.zero.fetcher import Fetcher
 from stepwell.deepspeed.zero.fragment import Fragment
+from stepwell.deepspeed.zero.gradients import Gradients
 from stepwell.deepspeed.zero.module_hooks import ModuleHooks
 from stepwell.deepspeed.zero.norm_round import NormRound
 from stepwell.deepspeed.zero.operands import Operands, global_norm, gradient_scale
@@ -272,6 +273,7 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
             adds_on_host=options.accumulate == "host",
             accumulation_steps=self.gradient_accumulation_steps,
         )
+        assert isinstance(self._partitions.gradients, Gradients)
         self._gradients = SubGroupGradients(
             self._partitions.gradients, self._share, self.gradient_accumulation_dtype
         )
