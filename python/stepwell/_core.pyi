@@ -79,14 +79,12 @@ class AdamTensor:
         grad: its gradient, of as many elements; a step needs it.
         weight_out: where the rounded copy of a float32 parameter goes.
         key: decorrelates the stochastic rounding of different parameters.
-        first: which element of the parameter its first one is, where it is a piece of one; a
-            multiple of `CHUNK_LEN`.
         parts: of the state, by their names.
 
     Raises:
         ValueError: naming what does not fit.
     """
-    def __new__(cls, /, *, param: TensorView, grad: TensorView | None = None, weight_out: TensorView | None = None, key: int = 0, first: int = 0, **parts: "TensorView") -> AdamTensor: ...
+    def __new__(cls, /, *, param: TensorView, grad: TensorView | None = None, weight_out: TensorView | None = None, key: int = 0, **parts: "TensorView") -> AdamTensor: ...
     @property
     def numel(self, /) -> int:
         """
@@ -596,37 +594,6 @@ class OffloadEngine:
             ValueError: while a step is running.
             OSError: where the device has failed.
         """
-    def submit(self, /, indices: Sequence[int], tensors: Sequence[AdamTensor], *, weights: Sequence[int | None], steps: Sequence[int], hypers: Sequence[Hyper], owners: Sequence[Any], deferred: float | None = None, at_once: Sequence[bool] | None = None, grads: Sequence[int] | None = None, selected: Sequence[tuple[int, bool, Sequence[int]]] | None = None, stream: int = 0) -> None:
-        """
-        Starts a step in the background and returns. Tensors are stepped in the order given; each
-        weight is uploaded as it gets ready, after what `stream` holds now. Gradients on the device
-        may be written after `release`.
-
-        Args:
-            indices: of the tensors, each once.
-            tensors: their host sides, with the gradients that were taken.
-            weights: addresses on the device that the new weights are written to. None: they stay
-                in host memory, where the step writes them, and nothing is uploaded.
-            steps: the number of this update of each, from 1.
-            hypers: what to step each with.
-            deferred: None: the step is whole, with all that is pending. Else its gradients, of
-                `take_deferred`, wait for their turns, and the weights of a turn run ahead by so
-                many updates along the momentum.
-            at_once: whether each is stepped now, also where the step is deferred; None: none is.
-            grads: addresses of their gradients on the device, whole and contiguous: those of
-                selected channels are stepped there, on `stream`. None: no channel is selected.
-            selected: selections that begin when this step is over, of segments whose turn it is
-                (`next_group`), or of any where it is whole: the number of the segment, whether
-                channels are columns, and the channels within its rows, ascending.
-            owners: what keeps all that memory alive, on both sides; the engine holds it until the
-                step has ended, uploads and all.
-            stream: the stream that uses the weights.
-
-        Raises:
-            ValueError: with nothing changed, as `adam_step`; for a tensor or size that is not the
-                engine's; for a gradient that was taken to other memory; while a step is running.
-            OSError: where the device has failed.
-        """
     def synchronize(self, /, *, stream: int = 0) -> None:
         """
         As `finish`, and the thread waits for every copy.
@@ -829,7 +796,7 @@ class Store:
         Adds parameters that are stepped beside a device, in the order of the engine's tensors.
         (Those in host memory are added where `look` finds them.)
         """
-    def bind(self, /, position: int, tensor: AdamTensor | None, grad: Any, *, state: Any, parts: Sequence[tuple[str, Any, Any]], piece: Any | None = None, uploads: bool = True, is_kept: bool = True, write_backs: Sequence[Any] = ...) -> None:
+    def bind(self, /, position: int, tensor: AdamTensor | None, grad: Any, *, state: Any, parts: Sequence[tuple[str, Any, Any]], piece: Any | None = None, target: int | None = None, is_kept: bool = True, write_backs: Sequence[Any] = ...) -> None:
         """
         Binds what is at `position` of the last look.
 
@@ -842,8 +809,8 @@ class Store:
             parts: of the state what the step works with: its name, what the state has, and what
                 this rank has of that.
             piece: what is stepped of the parameter; None: the parameter itself.
-            uploads: whether the new weight goes to the device; else it stays in host memory, where
-                the step writes it.
+            target: where on the device the new weight goes, in memory that the caller keeps alive;
+                0: it stays in host memory, where the step writes it. None: to the parameter.
             is_kept: whether the next step may go on with it.
             write_backs: what is called without arguments behind the step, functions of C.
 

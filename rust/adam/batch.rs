@@ -183,7 +183,7 @@ pub(crate) unsafe fn step_chunk(
     chunk: Chunk,
 ) {
     let range = chunk.range(grad.numel());
-    let dither = Dither::new(state.key, step.count, state.first + range.start as u64);
+    let dither = Dither::new(state.key, step.count, range.start as u64);
     let grad = grad.part(range);
     let chunk = ChunkStep { isa, step, state, grad, dither };
     // SAFETY: passed on from the caller.

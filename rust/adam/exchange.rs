@@ -114,7 +114,7 @@ pub unsafe fn write_state(
                 with_master(isa, &state, WriteFrom { isa, from });
             }
             if let Some((exp_avg, exp_avg_sq)) = from.moments {
-                let dither = Dither::new(tensor.key, count, tensor.first + range.start as u64);
+                let dither = Dither::new(tensor.key, count, range.start as u64);
                 let exp_avg = Source::new(exp_avg.slice::<f32>(range.clone()));
                 let exp_avg_sq = Source::new(exp_avg_sq.slice::<f32>(range.clone()));
                 with_moments(&state, WriteMomentsFrom { isa, exp_avg, exp_avg_sq, dither });

@@ -12,7 +12,6 @@ use std::ops::Range;
 use crate::{
     error::{Error, Result},
     state::{
-        chunk::CHUNK_LEN,
         codecs::{FINGERPRINTS, MasterKind, MomentsKind},
         layout::{Field, Layout, PARTS_MAX},
         part::Part,
@@ -34,9 +33,6 @@ pub struct AdamTensor<V = View> {
     pub grad: Option<View>,
     /// Decorrelates the stochastic rounding of different parameters.
     pub key: u64,
-    /// Which element of the parameter its first one is, where it is a piece of one: the rounding
-    /// of a piece is that of the whole.
-    pub first: u64,
     layout: Layout,
     /// In the layout's order; what is behind its parts stands for nothing.
     parts: [V; PARTS_MAX],
@@ -75,22 +71,9 @@ impl AdamTensor {
         if let Some((name, _)) = parts.iter().find(|(name, _)| !is_known(name)) {
             return Err(unexpected(name, param));
         }
-        let tensor = Self { param, weight_out, grad, key, first: 0, layout, parts: found };
+        let tensor = Self { param, weight_out, grad, key, layout, parts: found };
         tensor.check()?;
         Ok(tensor)
-    }
-
-    /// The same as a piece of a parameter, from the element `first` of that on.
-    ///
-    /// # Errors
-    /// [`Error::Value`] if no chunk of the parameter begins there.
-    pub fn beginning_at(self, first: u64) -> Result<Self> {
-        if !first.is_multiple_of(CHUNK_LEN as u64) {
-            return Err(Error::value(format!(
-                "first is `{first}`, expected a multiple of `{CHUNK_LEN}`: a chunk is of one piece"
-            )));
-        }
-        Ok(Self { first, ..self })
     }
 
     /// Checks all views against the layout. They can be replaced after [`AdamTensor::new`].
@@ -204,8 +187,8 @@ impl<V: Copy> AdamTensor<V> {
             *of_part = next(*view);
         }
         let weight_out = self.weight_out.map(next);
-        let Self { grad, key, first, layout, .. } = *self;
-        AdamTensor { param, weight_out, grad, key, first, layout, parts }
+        let Self { grad, key, layout, .. } = *self;
+        AdamTensor { param, weight_out, grad, key, layout, parts }
     }
 
     /// Everything that a step writes, with names.

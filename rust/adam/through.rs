@@ -114,7 +114,7 @@ pub unsafe fn step_chunk_through(
     let num_updates = updates.len();
     assert!((1..=GRADS_MAX).contains(&num_updates), "a pass over `{num_updates}` gradients");
     let last = updates[num_updates - 1].1;
-    let first = state.first + (chunk.index * CHUNK_LEN) as u64;
+    let first = (chunk.index * CHUNK_LEN) as u64;
     // What is behind the last is not used.
     let updates: [Update<'_>; GRADS_MAX] = std::array::from_fn(|index| {
         let (grad, step) = updates[index.min(num_updates - 1)];

@@ -231,9 +231,11 @@ impl Engine {
         })
     }
 
-    /// What belongs to a step that was submitted has failed: every call fails from now on.
-    pub fn fail(&self, error: &Error) {
-        self.shared.jobs.fail(error);
+    /// What belongs to a step that was submitted has failed: every call fails from now on, with
+    /// the error that this returns.
+    #[must_use = "it is the caller's to raise"]
+    pub fn fail(&self, error: Error) -> Error {
+        self.shared.jobs.fail(error)
     }
 
     /// Steps that are submitted from now on begin when something waits for them, or with

@@ -258,9 +258,14 @@ impl Jobs {
     }
 
     /// Something has failed half-way that is no job's: every call gets the error from now on.
-    pub(super) fn fail(&self, error: &Error) {
-        self.lock().failure.get_or_insert(error.to_string());
+    /// Returns it as they do.
+    pub(super) fn fail(&self, error: Error) -> Error {
+        let mut state = self.lock();
+        state.failure.get_or_insert(error.to_string());
+        let failed = state.check().err();
+        drop(state);
         self.changed.notify_all();
+        failed.unwrap_or(error)
     }
 
     /// Has threads that wait look again: something that they wait for has changed.

@@ -141,7 +141,7 @@ impl Engine {
             for update in updates.iter().filter(|update| update.is_at_once) {
                 selected.drop_of(segments.of(update.index));
             }
-            uploads.order_stream_after_all(stream).inspect_err(|error| jobs.fail(error))?;
+            uploads.order_stream_after_all(stream).map_err(|error| jobs.fail(error))?;
             // SAFETY: the caller vouches for weights, gradients and the stream, which comes after
             // the landings of the job before.
             unsafe {
@@ -152,13 +152,11 @@ impl Engine {
                     })
                 })
             }
-            .inspect_err(|error| jobs.fail(error))?;
+            .map_err(|error| jobs.fail(error))?;
         }
-        uploads.order_after(stream).inspect_err(|error| {
-            if selected.is_some() {
-                jobs.fail(error);
-            }
-        })?;
+        uploads
+            .order_after(stream)
+            .map_err(|error| if selected.is_some() { jobs.fail(error) } else { error })?;
         self.expect(kind, updates, &pending, |tensor| checks.is_named(tensor));
         drop(pending);
         let announced = next.announced.take().unwrap_or(Announced { generation: number });

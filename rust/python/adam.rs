@@ -48,8 +48,6 @@ use crate::{
 ///     grad: its gradient, of as many elements; a step needs it.
 ///     weight_out: where the rounded copy of a float32 parameter goes.
 ///     key: decorrelates the stochastic rounding of different parameters.
-///     first: which element of the parameter its first one is, where it is a piece of one; a
-///         multiple of `CHUNK_LEN`.
 ///     parts: of the state, by their names.
 ///
 /// Raises:
@@ -60,23 +58,18 @@ pub(super) struct PyAdamTensor(pub(super) AdamTensor);
 #[pymethods]
 impl PyAdamTensor {
     #[new]
-    #[pyo3(signature = (
-        *, param, grad=None, weight_out=None, key=0, first=0, **parts: "TensorView"
-    ))]
+    #[pyo3(signature = (*, param, grad=None, weight_out=None, key=0, **parts: "TensorView"))]
     fn new(
         param: &PyTensorView,
         grad: Option<&PyTensorView>,
         weight_out: Option<&PyTensorView>,
         key: u64,
-        first: u64,
         parts: Option<BTreeMap<String, PyRef<'_, PyTensorView>>>,
     ) -> Result<Self> {
         let view = |view: Option<&PyTensorView>| view.map(|view| view.0);
         let parts = parts.unwrap_or_default();
         let parts: Vec<_> = parts.iter().map(|(name, view)| (name.as_str(), view.0)).collect();
-        AdamTensor::new(param.0, &parts, view(grad), view(weight_out), key)?
-            .beginning_at(first)
-            .map(Self)
+        AdamTensor::new(param.0, &parts, view(grad), view(weight_out), key).map(Self)
     }
 
     /// Number of elements.

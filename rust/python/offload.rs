@@ -12,7 +12,6 @@ use std::{
 use pyo3::{prelude::*, types::PyDict};
 
 use super::{
-    adam::{PyAdamTensor, PyHyper},
     host::PyBuffer,
     logging::{answer, run},
     select::PySelectable,
@@ -24,8 +23,7 @@ use crate::{
     error::{Error, Result},
     host::pool::Pool,
     offload::{
-        Change, Deferral, Engine, Lent, OnDevice, Owners, Selection, Shape, Update, Weight,
-        deferral_nbytes,
+        Deferral, Engine, Lent, OnDevice, Owners, Selection, Shape, Update, Weight, deferral_nbytes,
     },
     simd::isa::Isa,
     stream::{element::Dtype, view::View},
@@ -199,9 +197,10 @@ impl PyOffloadEngine {
         unsafe { self.engine.weight_checksums(weights, sums, stream) }
     }
 
-    /// What a step was to do with it has failed: every call raises from now on.
-    pub(super) fn fail(&self, error: &Error) {
-        self.engine.fail(error);
+    /// What a step was to do with it has failed: every call raises from now on what
+    /// this returns.
+    pub(super) fn fail(&self, error: Error) -> Error {
+        self.engine.fail(error)
     }
 }
 
@@ -489,80 +488,6 @@ impl PyOffloadEngine {
         // documented.
         wait_interruptibly(py, || unsafe {
             self.engine.expect_parts(&parts, stream_of(stream), SIGNAL_INTERVAL)
-        })
-    }
-
-    /// Starts a step in the background and returns. Tensors are stepped in the order given; each
-    /// weight is uploaded as it gets ready, after what `stream` holds now. Gradients on the device
-    /// may be written after `release`.
-    ///
-    /// Args:
-    ///     indices: of the tensors, each once.
-    ///     tensors: their host sides, with the gradients that were taken.
-    ///     weights: addresses on the device that the new weights are written to. None: they stay
-    ///         in host memory, where the step writes them, and nothing is uploaded.
-    ///     steps: the number of this update of each, from 1.
-    ///     hypers: what to step each with.
-    ///     deferred: None: the step is whole, with all that is pending. Else its gradients, of
-    ///         `take_deferred`, wait for their turns, and the weights of a turn run ahead by so
-    ///         many updates along the momentum.
-    ///     at_once: whether each is stepped now, also where the step is deferred; None: none is.
-    ///     grads: addresses of their gradients on the device, whole and contiguous: those of
-    ///         selected channels are stepped there, on `stream`. None: no channel is selected.
-    ///     selected: selections that begin when this step is over, of segments whose turn it is
-    ///         (`next_group`), or of any where it is whole: the number of the segment, whether
-    ///         channels are columns, and the channels within its rows, ascending.
-    ///     owners: what keeps all that memory alive, on both sides; the engine holds it until the
-    ///         step has ended, uploads and all.
-    ///     stream: the stream that uses the weights.
-    ///
-    /// Raises:
-    ///     ValueError: with nothing changed, as `adam_step`; for a tensor or size that is not the
-    ///         engine's; for a gradient that was taken to other memory; while a step is running.
-    ///     OSError: where the device has failed.
-    #[pyo3(signature = (
-        indices, tensors, *, weights, steps, hypers, owners, deferred=None, at_once=None,
-        grads=None, selected=None, stream=0
-    ))]
-    #[expect(clippy::too_many_arguments, reason = "keyword-only in Python")]
-    fn submit(
-        &self,
-        py: Python<'_>,
-        indices: Vec<usize>,
-        tensors: Vec<PyRef<'_, PyAdamTensor>>,
-        weights: Vec<Option<u64>>,
-        steps: Vec<u64>,
-        hypers: Vec<PyRef<'_, PyHyper>>,
-        owners: Vec<Py<PyAny>>,
-        deferred: Option<f32>,
-        at_once: Option<Vec<bool>>,
-        grads: Option<Vec<u64>>,
-        selected: Option<Vec<(usize, bool, Vec<u32>)>>,
-        stream: u64,
-    ) -> Result<()> {
-        self.drop_returned(py);
-        let at_once = at_once.unwrap_or_else(|| vec![false; indices.len()]);
-        let lengths = [indices.len(), tensors.len(), weights.len(), steps.len(), hypers.len()];
-        check_lengths("indices, tensors, weights, steps and hypers", &lengths)?;
-        check_lengths("indices and at_once", &[indices.len(), at_once.len()])?;
-        let update = |place: usize| Update {
-            index: indices[place],
-            tensor: tensors[place].0,
-            weight: weights[place],
-            is_at_once: at_once[place],
-            count: steps[place],
-            hyper: hypers[place].0,
-        };
-        let updates: Vec<_> = (0..indices.len()).map(update).collect();
-        let grads = grads.unwrap_or_default();
-        let change = |(segment, by_columns, indices)| Change { segment, by_columns, indices };
-        let changes = selected.unwrap_or_default().into_iter().map(change).collect();
-        let mut owners = Some(owners_of(owners));
-        // SAFETY: the caller vouches that the owners own the memory, and for its use and the
-        // stream, as documented.
-        py.detach(|| unsafe {
-            let work = OnDevice { grads: &grads, changes };
-            self.engine.submit_with(deferred, &updates, work, &mut owners, stream_of(stream))
         })
     }
 

@@ -46,8 +46,7 @@ impl PyStore {
                 // It has no gradient now, and a program may have done anything to it.
                 (None, None) => {
                     let local = param.getattr_opt(intern!(py, "_local_tensor"))?;
-                    let numel =
-                        if local.is_some() { tensor.param.numel() } else { binding.numel };
+                    let numel = if local.is_some() { tensor.param.numel() } else { binding.numel };
                     let found = dense(local.as_ref().unwrap_or(param))?;
                     found
                         .filter(|found| self.is_as(found, tensor.param.dtype(), numel))

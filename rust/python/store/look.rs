@@ -126,7 +126,7 @@ impl PyStore {
         state: Bound<'_, PyAny>,
         parts: Vec<(Bound<'_, PyString>, Bound<'_, PyAny>, Bound<'_, PyAny>)>,
         piece: Option<Bound<'_, PyAny>>,
-        uploads: bool,
+        target: Option<u64>,
         is_kept: bool,
         write_backs: Vec<Py<PyAny>>,
     ) -> PyResult<()> {
@@ -135,7 +135,18 @@ impl PyStore {
             .map(|(name, value, piece)| Part::new(name, value, piece))
             .collect::<PyResult<Vec<_>>>()?;
         let place = Place::Host(tensor.as_ref().map(|tensor| tensor.0));
-        self.bind_place(py, position, place, grad, state, parts, piece, uploads, is_kept, write_backs)
+        self.bind_place(
+            py,
+            position,
+            place,
+            grad,
+            state,
+            parts,
+            piece,
+            target,
+            is_kept,
+            write_backs,
+        )
     }
 
     /// Binds what is at `position` of the last look, whose state is at `place`.
@@ -149,7 +160,7 @@ impl PyStore {
         state: Bound<'_, PyAny>,
         parts: Vec<Part>,
         piece: Option<Bound<'_, PyAny>>,
-        uploads: bool,
+        target: Option<u64>,
         is_kept: bool,
         write_backs: Vec<Py<PyAny>>,
     ) -> PyResult<()> {
@@ -179,7 +190,7 @@ impl PyStore {
             place,
             weight,
             numel,
-            uploads,
+            target,
             state: state.unbind(),
             parts,
             counter,

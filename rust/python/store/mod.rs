@@ -215,15 +215,15 @@ impl PyStore {
     ///     parts: of the state what the step works with: its name, what the state has, and what
     ///         this rank has of that.
     ///     piece: what is stepped of the parameter; None: the parameter itself.
-    ///     uploads: whether the new weight goes to the device; else it stays in host memory, where
-    ///         the step writes it.
+    ///     target: where on the device the new weight goes, in memory that the caller keeps alive;
+    ///         0: it stays in host memory, where the step writes it. None: to the parameter.
     ///     is_kept: whether the next step may go on with it.
     ///     write_backs: what is called without arguments behind the step, functions of C.
     ///
     /// Raises:
     ///     ValueError: the gradient is another than the tensor's, or lies elsewhere.
     #[pyo3(signature = (
-        position, tensor, grad, *, state, parts, piece = None, uploads = true, is_kept = true,
+        position, tensor, grad, *, state, parts, piece = None, target = None, is_kept = true,
         write_backs = vec![]
     ))]
     #[expect(clippy::too_many_arguments, reason = "keyword-only in Python")]
@@ -236,11 +236,11 @@ impl PyStore {
         state: Bound<'_, PyAny>,
         parts: Vec<(Bound<'_, PyString>, Bound<'_, PyAny>, Bound<'_, PyAny>)>,
         piece: Option<Bound<'_, PyAny>>,
-        uploads: bool,
+        target: Option<u64>,
         is_kept: bool,
         write_backs: Vec<Py<PyAny>>,
     ) -> PyResult<()> {
-        self.bind_at(py, position, tensor, grad, state, parts, piece, uploads, is_kept, write_backs)
+        self.bind_at(py, position, tensor, grad, state, parts, piece, target, is_kept, write_backs)
     }
 
     /// Binds what is at `position` of the last look, whose state is on the device.

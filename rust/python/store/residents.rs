@@ -78,7 +78,7 @@ impl PyStore {
             storage: storage(memory)?,
         };
         let (place, parts) = (Place::Device(on_device), vec![]);
-        self.bind_place(py, position, place, grad, state, parts, piece, true, is_kept, vec![])
+        self.bind_place(py, position, place, grad, state, parts, piece, None, is_kept, vec![])
     }
 
     /// What the last look has found of these.

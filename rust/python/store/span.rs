@@ -73,9 +73,9 @@ impl Counter {
             Self::Tensor { value: known, address, .. } => {
                 found.is_some_and(|value| value.is(known)) && is_at(known.bind(py), *address)
             }
-            Self::Number(count) => found.is_some_and(|value| {
-                value.extract::<u64>().is_ok_and(|found| found == *count)
-            }),
+            Self::Number(count) => {
+                found.is_some_and(|value| value.extract::<u64>().is_ok_and(|found| found == *count))
+            }
         })
     }
 
@@ -141,8 +141,9 @@ pub(super) struct Binding {
     pub(super) weight: Option<usize>,
     /// Elements of the parameter.
     pub(super) numel: usize,
-    /// Whether the new weight goes to the device.
-    pub(super) uploads: bool,
+    /// Where on the device the new weight goes, in memory that the caller keeps alive; 0: nowhere.
+    /// None: to the parameter.
+    pub(super) target: Option<u64>,
     pub(super) state: Py<PyDict>,
     pub(super) parts: Vec<Part>,
     pub(super) counter: Counter,
@@ -240,8 +241,7 @@ impl Span {
         ordinal: usize,
     ) -> PyResult<Option<Dense>> {
         let Some(binding) = &self.binding else { return Ok(None) };
-        let Binding { weight: Some(weight), ordinal: was, numel, .. } = binding
-        else {
+        let Binding { weight: Some(weight), ordinal: was, numel, .. } = binding else {
             return Ok(None);
         };
         if !(torch.is_plain(param) && torch.is_plain(grad)) || *was != ordinal {

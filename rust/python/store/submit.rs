@@ -171,7 +171,7 @@ impl PyStore {
                     owners.extend(binding.write_backs.iter().map(|call| call.clone_ref(py)));
                 }
                 if deferred.is_none() {
-                    owners.push(store.weight_storage(py, at)?);
+                    owners.extend(store.weight_storage(py, at)?);
                 }
             }
             let pending = store.pending_after(deferred.as_ref());
@@ -209,15 +209,13 @@ impl PyStore {
             }
             // From here on the step has begun. What follows cannot be refused.
             if let Some(steps) = store.device_steps.as_ref().filter(|_| !blocks.is_empty()) {
-                steps.get().launch(blocks, stream).inspect_err(|error| {
-                    engine.iter().for_each(|engine| engine.fail(error));
-                })?;
+                steps.get().launch(blocks, stream).map_err(|error| failed(engine, error))?;
             }
             for call in &begun {
                 if let Err(error) = call.bind(py).call0() {
-                    let error = half_a_step(py, &error);
-                    engine.iter().for_each(|engine| engine.fail(&error));
-                    return Err(error.into());
+                    let error = io::Error::other(error.value(py).to_string());
+                    let what = "what the device steps beside host memory";
+                    return Err(failed(engine, Error::os(what, error)).into());
                 }
             }
             store.count_updates(py)?;
@@ -272,13 +270,12 @@ impl PyStore {
     }
 }
 
-/// What goes with a step has failed, behind its begin.
-fn half_a_step(py: Python<'_>, error: &PyErr) -> Error {
-    Error::os(
-        "the share of a step on the device failed after the share in host memory had begun, so \
-         parameters and state are not those of any step (hint: go on from a checkpoint)",
-        io::Error::other(error.value(py).to_string()),
-    )
+/// The error of a step of which a part has failed behind its begin.
+fn failed(engine: Option<&PyOffloadEngine>, error: Error) -> Error {
+    match engine {
+        Some(engine) => engine.fail(error),
+        None => error,
+    }
 }
 
 fn not_beside() -> Error {
@@ -325,9 +322,14 @@ impl PyStore {
         own.chain(others.map(|span| (span, None))).collect()
     }
 
-    fn weight_storage(&self, py: Python<'_>, at: usize) -> PyResult<Py<PyAny>> {
+    /// What has the memory of a weight on the device; None: the caller sees to it.
+    fn weight_storage(&self, py: Python<'_>, at: usize) -> PyResult<Option<Py<PyAny>>> {
         let Looked { span, piece, .. } = &self.looked[at];
-        storage(piece.as_ref().unwrap_or(&self.spans[*span].param).bind(py))
+        let span = &self.spans[*span];
+        if span.binding.as_ref().is_some_and(|binding| binding.target.is_some()) {
+            return Ok(None);
+        }
+        storage(piece.as_ref().unwrap_or(&span.param).bind(py)).map(Some)
     }
 
     fn updates(
@@ -343,7 +345,10 @@ impl PyStore {
             let Looked { span, group, piece, .. } = &self.looked[at];
             let Some(binding) = &self.spans[*span].binding else { continue };
             let whole = piece.as_ref().unwrap_or(&self.spans[*span].param).bind(py);
-            let weight = if binding.uploads { Some(address(whole)? as u64) } else { None };
+            let weight = match binding.target {
+                Some(target) => (target != 0).then_some(target),
+                None => Some(address(whole)? as u64),
+            };
             let hyper = hypers.get(*group).ok_or_else(|| {
                 Error::value(format!("hypers has `{}` groups, expected more", hypers.len()))
             })?;
@@ -394,7 +399,7 @@ impl PyStore {
             }
         }
         for at in self.hosted_looked() {
-            held[self.looked[at].span] = Some(self.weight_storage(py, at)?);
+            held[self.looked[at].span] = self.weight_storage(py, at)?;
         }
         Ok(held)
     }

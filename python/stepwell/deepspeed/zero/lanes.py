@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections import deque
@@ -296,8 +297,9 @@ class EngineLane:
         self.wait()
 
     def drop(self) -> None:
-        """Waits until all is copied: no step takes it."""
-        self.wait()
+        """Waits until all is copied: no step takes it. One that has failed says so itself."""
+        with contextlib.suppress(OSError):
+            self.wait()
 
     def order(self) -> None:
         """The next step of the engine takes what was copied: these are its own copies."""

@@ -304,7 +304,9 @@ class Partitions(Uploads):
     def drop(self) -> None:
         """Forgets all gradients since the last step."""
         self.gradients.drop()
-        self.engine.discard()
+        # An engine that has failed says so in the next step.
+        with contextlib.suppress(OSError):
+            self.engine.discard()
 
     def let_go(self) -> None:
         """A forward or backward begins: what was copied in the last one is freed on the device."""
@@ -400,18 +402,22 @@ class Partitions(Uploads):
                     grad,
                     state=operand.state,
                     parts=[],
-                    piece=self._part(run, weights[run.group]),
-                    uploads=not self._is_offloaded[run.group],
+                    piece=None,
+                    target=self._target(run, weights[run.group]),
                     is_kept=False,
                 )
             memory = [each.memory for each in operands.values()]
         owners = [memory, list(weights), list(self.twins), *self.gradients.owners]
         return Prepared(operands, owners)
 
-    def _part(self, run: Run, flat: torch.Tensor) -> torch.Tensor:
-        """What a run has of a tensor of its partition, which may be all."""
-        # A view counts as another holder of the memory (`exposure`).
-        return flat if self._deferral is None else flat.narrow(0, run.begin, run.numel)
+    def _target(self, run: Run, weight: torch.Tensor) -> int:
+        """Where the new weight of a run goes on the device; 0: it stays in host memory.
+
+        An address: a view would count as another holder of the memory (`exposure`).
+        """
+        if self._is_offloaded[run.group]:
+            return 0
+        return weight.data_ptr() + run.begin * weight.itemsize
 
     def _tensor(self, span: int, operand: Operand, grad: torch.Tensor) -> _core.AdamTensor | None:
         """A span as the core takes it; None: it is empty. Where it is seldom changes."""
@@ -426,7 +432,7 @@ class Partitions(Uploads):
             held["grad"] = grad
         else:
             # Moments are not coded, of which there are no parts.
-            held = {name: self._part(run, each) for name, each in held.items()}
+            held = {name: each.narrow(0, run.begin, run.numel) for name, each in held.items()}
         where = (operand.key, *(each.data_ptr() for each in held.values()))
         known = self._tensors.get(span)
         if known is None or known[0] != where:
@@ -462,7 +468,7 @@ class Partitions(Uploads):
         operands, owners = prepared
         spans = None if at_once is None else {window.span for window in self._windows(at_once)}
         selected: list[Selected] = []
-        now = None if spans is None else [self._spans[span] for span in sorted(spans)]
+        now = None if spans is None else {self._spans[span] for span in spans}
         selector = self.engine.selector
         if selector is not None:
             selected = selector.choose(now)
@@ -670,8 +676,10 @@ class Partitions(Uploads):
         self._finalizer.detach()
         self._gatherer = None
         self._writes.close()
-        self.engine.close()
         self.gradients.end()
+        self.engine.close()
+        # With it the volume's files are unlocked.
+        del self.engine
         if self._swapped is not None:
             self._swapped.close()
         self.twins.clear()

@@ -587,8 +587,7 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             for group, master in enumerate(self._masters)
             if self._is_stepped(master)
         }
-        # Before the submit, behind which Ctrl-C may land; without one it does no harm. And before
-        # the weights have other holders.
+        # Before the submit, behind which Ctrl-C may land; without one it does no harm.
         at_once = self._guard(operands)
         prepared = partitions.prepare(operands, self._weights())
         begun = self._operands.begun(operands.values())

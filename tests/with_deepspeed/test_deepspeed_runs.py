@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 from partition_cases import BF16, FP32, HUGE, full
-from stepwell.deepspeed.zero.deferred_gradients import DeferredGradients, Source, runs_of
 from stepwell.deepspeed.zero.fragment import Fragment
+from stepwell.deepspeed.zero.runs import RunGradients, Source, runs_of
 
 
 @pytest.mark.parametrize("row_len", [0, 1, 7])
@@ -43,22 +43,22 @@ class Taken:
 def test_runs_are_taken_from_where_they_lie():
     core, fragments = Taken(), {Fragment(0, 4, 12): Source(3, 5), Fragment(1, 0, 6): Source(0, 0)}
     runs = {fragment: runs_of(fragment, source) for fragment, source in fragments.items()}
-    gradients = DeferredGradients(core, runs, [BF16, FP32], torch.device("cpu"))
+    gradients = RunGradients(core, runs, [BF16, FP32], torch.device("cpu"))
     fragment, missing = fragments
     grad = torch.arange(12, dtype=BF16)
     gradients.collect(fragment, grad, is_owned=True, is_last=True)
     # Cut of a row, two rows, and nothing behind them.
     head, rows = runs[fragment]
     assert core.taken == {0: grad.data_ptr(), 1: grad[2:].data_ptr()}
-    assert [each.tolist() for _, each in gradients.by_run()] == [[0, 1], list(range(2, 12))]
-    assert [gradients.address(fragment, run) for run in (head, rows)] == list(core.taken.values())
+    assert [each.tolist() for each in gradients.known().values()] == [[0, 1], list(range(2, 12))]
+    assert [gradients.of(run).data_ptr() for run in (head, rows)] == list(core.taken.values())
     gradients.gradient(fragment).zero_()
     assert gradients.norm(float) == pytest.approx(math.sqrt(sum(at**2 for at in range(12))))
-    gradients.take_zeros()
+    gradients.complete(None)
     assert core.taken.keys() == {0, 1, 2}
     assert gradients.gradient(fragment).tolist() == list(range(12))
     assert gradients.gradient(missing).tolist() == [0.0] * 6
-    gradients.release(0)
+    gradients.note_step(1.0)
     assert not gradients.has_gradient(fragment)
 
 
@@ -67,7 +67,7 @@ def deferred_gradients(*numels, row_len=4, dtype=BF16):
     core = Taken()
     fragments = [Fragment(group, 0, numel) for group, numel in enumerate(numels)]
     runs = {fragment: runs_of(fragment, Source(0, row_len)) for fragment in fragments}
-    made = DeferredGradients(core, runs, [dtype] * len(numels), torch.device("cpu"))
+    made = RunGradients(core, runs, [dtype] * len(numels), torch.device("cpu"))
     return made, core, fragments
 
 
@@ -90,15 +90,15 @@ def test_deferred_gradients_are_summed_on_the_device():
     assert core.taken == {}
     assert gradients.norm(float) == 6.0
     assert list(core.taken) == [0]
-    gradients.release(5)
-    assert sorted(core.released) == [0, 5]
+    gradients.note_step(1.0)
+    assert core.released == [0]
     assert not gradients.has_gradient(fragment)
     # Nothing of it is known to the next step.
     assert gradients.norm(float) == 0.0
     gradients.add(fragment, full(4, 1.0), is_owned=False)
     assert list(core.taken) == [0]
-    gradients.release(5)
-    assert sorted(core.released) == [0, 5, 5]
+    gradients.note_step(1.0)
+    assert core.released == [0]
 
 
 def test_deferred_gradients_that_are_dropped():
@@ -109,8 +109,8 @@ def test_deferred_gradients_that_are_dropped():
     assert core.taken == {}
     assert gradients.norm(float) == 0.0
     assert not gradients.has_gradient(fragment)
-    gradients.release(7)
-    assert core.released == [7]
+    gradients.note_step(1.0)
+    assert core.released == []
     with pytest.raises(ValueError, match="on its way to its deferred update"):
         gradients.gradient(fragment)
 
