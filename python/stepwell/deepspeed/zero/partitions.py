@@ -28,18 +28,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from stepwell import _core, _state
-from stepwell._budget import GIB, announce
 from stepwell._streams import current_stream
-from stepwell._tensors import name_of, tensor_on, view
+from stepwell._tensors import name_of, view
 from stepwell.access.guard import Uploads, exposed
 from stepwell.access.under_way import without_waiting
 from stepwell.access.writes import ThreadWait, Writes
 from stepwell.deepspeed.zero.fragment import Fragment
 from stepwell.deepspeed.zero.gradients import Gradients
+from stepwell.deepspeed.zero.host_memory import HostMemory, announced, bytes_beside_state
 from stepwell.deepspeed.zero.lanes import CudaLane, EngineLane, Lane, ThreadLane
 from stepwell.deepspeed.zero.runs import Run, RunGradients, runs_of
 from stepwell.ranks.gathering import Gatherer
-from stepwell.store.deferred import Extents, memory_of
+from stepwell.store.deferred import Extents
 from stepwell.store.engine import Engine, Submitted, Window
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ class Partitions(Uploads):
     ) -> None:
         self.device = device
         if swapped is not None:
-            beside = sum(map(_bytes_beside_state, partitions))
+            beside = sum(map(bytes_beside_state, partitions))
             limit = None if host_bytes_max is None else max(host_bytes_max - beside, 0)
             swapped.open(partitions, limit, beside=beside, threads=threads, finish=self.finish)
             swapped = None if swapped.core is None else swapped
@@ -148,8 +148,9 @@ class Partitions(Uploads):
             [run.row_len for run in self._runs],
         )
         # Moments are taken later.
-        self.claim, host_bytes_left = _announce(
-            partitions, host_bytes_max, swapped, deferral, extents
+        deferred = None if deferral is None else deferral.options
+        self.claim, host_bytes_left = announced(
+            partitions, host_bytes_max, swapped, deferred, extents
         )
         # What stands for each span.
         self._spans = [torch.empty(0, device="cpu") for _ in self._runs]
@@ -163,9 +164,10 @@ class Partitions(Uploads):
             extents,
             windows={param: self._windows([each]) for param, each in waiting.items()},
             threads=threads,
-            deferred=None if deferral is None else deferral.options,
+            deferred=deferred,
             tier=tier,
         )
+        memory = HostMemory(self.engine, swapped)
         pins_sums = is_pinned and adds_on_host and accumulation_steps > 1
         # What is deferred is pinned in any case.
         is_pinned = deferral is not None or (is_pinned and swapped is None)
@@ -176,7 +178,7 @@ class Partitions(Uploads):
             pins_grads = is_pinned or pins_sums
             self.gradients = Gradients(
                 [
-                    self._memory(each.weight.numel(), each.grad_dtype, pins_grads)
+                    memory.take(each.weight.numel(), each.grad_dtype, is_pinned=pins_grads)
                     for each in partitions
                 ],
                 [partition.master.dtype for partition in partitions],
@@ -189,16 +191,16 @@ class Partitions(Uploads):
         # The engine unpins what is added to.
         self._finalizer = weakref.finalize(self, _drain, self.gradients)
         self._is_offloaded = [partition.is_offloaded for partition in partitions]
-        # Offloaded weights with the masters that they are copies of, and the step that was copied.
-        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._copied: Submitted | None = None
-        self.resumed: dict[int, int] = {}
-        """Of partitions that a resumed volume has: how many updates they have seen."""
         self.twins: list[torch.Tensor | None] = [
-            self._move(group, partition, is_pinned=is_pinned)
+            memory.move(group, partition, is_pinned=is_pinned)
             for group, partition in enumerate(partitions)
         ]
         self.engine.pin([])
+        self.resumed = memory.resumed
+        """Of partitions that a resumed volume has: how many updates they have seen."""
+        # Offloaded weights with the masters that they are copies of, and the step that was copied.
+        self._copies = memory.copies
+        self._copied: Submitted | None = None
         self._spans_of: list[list[int]] = [[] for _ in partitions]
         for span, run in enumerate(self._runs):
             self._spans_of[run.group].append(span)
@@ -226,65 +228,11 @@ class Partitions(Uploads):
         # Of several ranks.
         self._gatherer: Gatherer | None = None
 
-    def _memory(self, numel: int, dtype: torch.dtype, is_pinned: bool) -> torch.Tensor:
-        """Host memory of its own for so many elements; zeros."""
-        if numel == 0:
-            return torch.empty(0, dtype=dtype, device="cpu")
-        buffer = _core.Buffer(numel * dtype.itemsize)
-        if is_pinned:
-            self.engine.core.pin(buffer)
-        return tensor_on(buffer).view(dtype)
-
     def _lane(self, *, is_pinned: bool) -> Lane:
         """The way down of gradients, to host memory that is pinned or not."""
         if self.device.type != "cuda":
             return EngineLane(self.engine.core)
         return CudaLane(self.device, self.engine.core) if is_pinned else ThreadLane(self.device)
-
-    def _move(self, group: int, partition: Partition, *, is_pinned: bool) -> torch.Tensor | None:
-        """Takes host memory for the master and the weights of a partition, and moves them there.
-
-        Returns the host side of its weights; None: the master is.
-        """
-        master, weight, _, _, is_offloaded = partition
-        numel, swapped = weight.numel(), self._swapped
-        if swapped is not None and swapped.has_master(group):
-            twin = weight
-            if not is_offloaded:
-                twin = self._memory(numel, weight.dtype, is_pinned=is_pinned).copy_(weight)
-            self._begin(group, twin, weight)
-            return twin
-        is_same = not partition.is_rounded
-        is_upload = is_same and not is_offloaded
-        moved = self._memory(numel, master.dtype, is_pinned=is_pinned and is_upload)
-        if is_same:
-            host_side = None
-            self._copies += [(weight, master)] if is_offloaded else []
-        else:
-            host_side = weight
-            if not is_offloaded:
-                host_side = self._memory(numel, weight.dtype, is_pinned=is_pinned)
-        if master.numel() == numel:
-            moved.copy_(master.detach())
-        elif host_side is None or is_offloaded:
-            moved.copy_(weight)
-        else:
-            # By way of pinned memory, and widened by all cores.
-            moved.copy_(host_side.copy_(weight))
-        master.data = moved
-        if swapped is not None and group in swapped:
-            self._begin(group, master.detach(), weight)
-        return host_side
-
-    def _begin(self, group: int, host_side: torch.Tensor, weight: torch.Tensor) -> None:
-        """The volume is told of the host side of a partition's weights.
-
-        Both are overwritten where it was resumed.
-        """
-        assert self._swapped is not None
-        if count := self._swapped.begin(group, host_side):
-            self.resumed[group] = count
-            weight.copy_(host_side)
 
     def pin(self, buffer: _core.Buffer) -> None:
         """Pins the memory of weights that are offloaded, as long as this object can step."""
@@ -758,59 +706,6 @@ class PartitionWork:
 
 def _runs(sources: Mapping[Fragment, Source]) -> dict[Fragment, list[Run]]:
     return {fragment: runs_of(fragment, source) for fragment, source in sources.items()}
-
-
-def _bytes_beside_state(partition: Partition) -> int:
-    """What a partition takes in host memory where all its state is on a volume."""
-    master, weight, grad_dtype, _, is_offloaded = partition
-    is_same = weight.dtype == master.dtype
-    weights = (0 if is_offloaded else weight.nbytes) + (
-        weight.nbytes if is_same and is_offloaded else 0
-    )
-    return weights + weight.numel() * grad_dtype.itemsize
-
-
-def _announce(
-    partitions: Sequence[Partition],
-    host_bytes_max: int | None,
-    swapped: SwappedPartitions | None,
-    deferral: Deferral | None,
-    extents: Extents,
-) -> tuple[_core.MemoryClaim, int | None]:
-    """Announces what partitions take.
-
-    Returns the claim of it, which lasts until all is taken, and what is left of `host_bytes_max`.
-    """
-    state = crossing = held = waiting = 0
-    for group, (master, weight, grad_dtype, moments_bytes, is_offloaded) in enumerate(partitions):
-        numel, is_same = weight.numel(), weight.dtype == master.dtype
-        # Then the master itself is what is uploaded.
-        is_upload = is_same and not is_offloaded
-        # Gradients that wait for their turn are the engine's.
-        crossing += weight.nbytes + (numel * grad_dtype.itemsize if deferral is None else 0)
-        held += weight.nbytes if is_offloaded else 0
-        if swapped is None or group not in swapped:
-            state += moments_bytes
-        if swapped is None or not swapped.has_master(group):
-            state += 0 if is_upload else numel * master.dtype.itemsize
-            held += master.nbytes
-    if swapped is not None:
-        state += swapped.memory_bytes
-        held += swapped.memory_bytes
-    if deferral is not None:
-        memory = memory_of(extents, deferral.options)
-        waiting = memory.pinned
-        if memory.selected:
-            _LOGGER.info("%.2f GiB of device memory for selected channels", memory.selected / GIB)
-    claim = announce(
-        sum(partition.weight.numel() for partition in partitions),
-        state=state,
-        crossing=crossing + waiting,
-        limit=host_bytes_max,
-        held=held,
-        waiting=waiting,
-    )
-    return claim, None if host_bytes_max is None else host_bytes_max - state - crossing
 
 
 def _drain(gradients: Gradients | RunGradients) -> None:
