@@ -77,6 +77,17 @@ class Prepared(NamedTuple):
     """What keeps its memory alive."""
 
 
+class _Held(NamedTuple):
+    """What of a partition is stepped in host memory, but for its gradient."""
+
+    memory: dict[str, torch.Tensor]
+    """By the core's names."""
+    where: tuple[int, ...]
+    """Of it."""
+    key: int
+    """Of its stochastic rounding."""
+
+
 class Partitions(Uploads):
     """Memory, steps and waits of a list of partitions, one per group.
 
@@ -211,7 +222,7 @@ class Partitions(Uploads):
         for place, span in enumerate(spans):
             self._places[span] = place
         # Tensors of the core, by span, with where their memory is.
-        self._tensors: dict[int, tuple[tuple[int, ...], _core.AdamTensor]] = {}
+        self._tensors: dict[int, tuple[object, _core.AdamTensor]] = {}
         self._bytes_downloaded = 0
         self._seconds_behind_last = 0.0
         self._writes: Writes[Sequence[Fragment]] = Writes(
@@ -341,16 +352,15 @@ class Partitions(Uploads):
         )
         # State that is away stays there.
         with without_waiting():
+            held = {group: self._held(each, group) for group, each in operands.items()}
             for position, (span, grad) in enumerate(zip(stepped, grads, strict=True)):
                 run = self._runs[span]
-                operand = operands[run.group]
                 store.bind(
                     position,
-                    self._tensor(span, operand, grad),
+                    self._tensor(span, held[run.group], grad),
                     grad,
-                    state=operand.state,
+                    state=operands[run.group].state,
                     parts=[],
-                    piece=None,
                     target=self._target(run, weights[run.group]),
                     is_kept=False,
                 )
@@ -367,28 +377,34 @@ class Partitions(Uploads):
             return 0
         return weight.data_ptr() + run.begin * weight.itemsize
 
-    def _tensor(self, span: int, operand: Operand, grad: torch.Tensor) -> _core.AdamTensor | None:
+    def _held(self, operand: Operand, group: int) -> _Held:
+        """What of a partition is stepped in host memory, but for its gradient."""
+        memory = {"param": operand.master.detach(), **operand.runs}
+        if (twin := self.twins[group]) is not None:
+            memory["weight_out"] = twin
+        where = (operand.key, *(each.data_ptr() for each in memory.values()))
+        return _Held(memory, where, operand.key)
+
+    def _tensor(self, span: int, held: _Held, grad: torch.Tensor) -> _core.AdamTensor | None:
         """A span as the core takes it; None: it is empty. Where it is seldom changes."""
-        run = self._runs[span]
+        run, is_whole = self._runs[span], self._deferral is None
         if run.numel == 0:
             return None
-        held = {"param": operand.master.detach(), **operand.runs}
-        twin = self.twins[run.group]
-        if twin is not None:
-            held["weight_out"] = twin
-        if self._deferral is None:
-            held["grad"] = grad
-        else:
-            # Moments are not coded, of which there are no parts.
-            held = {name: each.narrow(0, run.begin, run.numel) for name, each in held.items()}
-        where = (operand.key, *(each.data_ptr() for each in held.values()))
+        where = (grad.data_ptr(), held.where) if is_whole else (0, held.where)
         known = self._tensors.get(span)
         if known is None or known[0] != where:
-            weight_out, grad_view = (
-                view(held.pop(name)) if name in held else None for name in ("weight_out", "grad")
-            )
+            parts = {
+                # Moments are not coded, of which there are no parts.
+                name: each if is_whole else each.narrow(0, run.begin, run.numel)
+                for name, each in held.memory.items()
+            }
+            twin = parts.pop("weight_out", None)
             tensor = _state.adam_tensor(
-                held.pop("param"), held, grad=grad_view, weight_out=weight_out, key=operand.key
+                parts.pop("param"),
+                parts,
+                grad=view(grad) if is_whole else None,
+                weight_out=None if twin is None else view(twin),
+                key=held.key,
             )
             known = self._tensors[span] = where, tensor
         return known[1]
