@@ -40,9 +40,10 @@ CASES = (
 # The innermost of these files in a stack says whose time a sample is.
 OWNERS = {
     "deepspeed/zero/partitions.py": "waits for a step",
-    "deepspeed/zero/module_hooks.py": "hooks of Stepwell",
-    "deepspeed/zero/fetcher.py": "hooks of Stepwell",
-    "deepspeed/zero/weight_lane.py": "hooks of Stepwell",
+    "stepwell/weights/calls.py": "hooks of Stepwell",
+    "stepwell/weights/fetcher.py": "hooks of Stepwell",
+    "stepwell/weights/lane.py": "hooks of Stepwell",
+    "stepwell/deepspeed/zero/fetching.py": "hooks of Stepwell",
     "zero/parameter_offload.py": "hooks of DeepSpeed",
     "zero/partitioned_param_coordinator.py": "hooks of DeepSpeed",
     "zero/partition_parameters.py": "hooks of DeepSpeed",

@@ -167,6 +167,11 @@ def make_partitions_late(partitions):
     return late
 
 
+def fetcher_of(zero):
+    """What has the weights of ZeRO-3 on the device."""
+    return zero.parameter_offload.fetcher
+
+
 def num_elements_live(fetcher):
     """How many elements of weights are on the device."""
     return fetcher._live_numel

@@ -33,11 +33,11 @@ CLASSES = {
         "deepspeed.runtime.zero.stage3",
         "DeepSpeedZeroOptimizer_Stage3",
     ),
-    ("module_hooks", "ModuleHooks"): (
+    ("fetching", "ModuleHooks"): (
         "deepspeed.runtime.zero.parameter_offload",
         "DeepSpeedZeRoOffload",
     ),
-    ("fetcher", "Fetcher"): (
+    ("fetching", "Coordinator"): (
         "deepspeed.runtime.zero.partitioned_param_coordinator",
         "PartitionedParameterCoordinator",
     ),

@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 from deepspeed_engines import initialize, vectors
 from deepspeed_offload_param_programs import Adapted, offloaded, weights
-from insides import num_elements_ahead, num_elements_live, partitions_of
+from insides import fetcher_of, num_elements_ahead, num_elements_live, partitions_of
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -448,10 +448,10 @@ def waits_after_a_step():
 
 def compiled():
     """What a forward calls of the fetcher, and what of it a compiler would look into."""
-    from stepwell.deepspeed.zero import module_hooks
+    from stepwell.weights import calls as hooked
 
     engine = initialize(Model(), offloaded())
-    fetcher = engine.optimizer._get_param_coordinator()
+    fetcher = fetcher_of(engine.optimizer)
     calls, seen, hooks = [], [], []
 
     def uncompiled(hook, *args):
@@ -464,12 +464,12 @@ def compiled():
         (calls if hooks else seen).append(name)
         return method(*args)
 
-    for name in ("reset_step", "enter", "leave"):
+    for name in ("begin_pass", "enter", "leave"):
         setattr(fetcher, name, functools.partial(watched, name, getattr(fetcher, name)))
     with (
         torch.no_grad(),
         mock.patch.object(torch.compiler, "is_compiling", lambda: True),
-        mock.patch.object(module_hooks, "_uncompiled", uncompiled),
+        mock.patch.object(hooked, "_uncompiled", uncompiled),
     ):
         engine.module(next(vectors(1)).to(torch.bfloat16))
     engine.destroy()
@@ -486,20 +486,53 @@ def counted():
     for batch in vectors(STEPS):
         engine.backward(loss_of(engine, batch))
         engine.step()
-    fetcher = engine.optimizer._get_param_coordinator()
+    fetcher = fetcher_of(engine.optimizer)
     loss_of(engine, batch)
     engine.optimizer._partition_all_parameters()
     found = {
         "live": num_elements_live(fetcher),
         "ahead": num_elements_ahead(fetcher),
         "depth": len(parameter_offload.FWD_MODULE_STACK) - depth,
-        "class": type(fetcher).__name__,
+        "class": type(engine.optimizer._get_param_coordinator()).__name__,
         "plan": engine.stepwell_plan.fetch,
         # To compile its functions takes seconds.
         "is_muon_compiled": hasattr(original_muon.muon_update, "_torchdynamo_orig_callable"),
     }
     engine.destroy()
     return found
+
+
+def called():
+    """What calls of the coordinator do, and a use of a weight that a program gathers."""
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+    engine = initialize(Model(), offloaded())
+    coordinator, layer = engine.optimizer._get_param_coordinator(), engine.module.layers[0]
+    states = []
+    for call in coordinator.fetch_sub_module, coordinator.release_sub_module:
+        call(layer, forward=True)
+        states.append((layer.weight.ds_status.name, len(layer.weight.ds_active_sub_modules)))
+    layer.weight.ds_status = ZeroParamStatus.INFLIGHT
+    try:
+        layer(torch.ones(1, 32))
+    except RuntimeError as error:
+        return states, str(error)
+
+
+def changed():
+    """What steps, and what fetches, where DeepSpeed's coordinator is another."""
+    from deepspeed.runtime.zero.partitioned_param_coordinator import (
+        PartitionedParameterCoordinator as Theirs,
+    )
+
+    reset_step = Theirs.reset_step
+    with mock.patch.object(Theirs, "reset_step", lambda self: reset_step(self)):
+        engine = initialize(Model(), offloaded())
+        engine.backward(loss_of(engine, next(vectors(1))))
+        engine.step()
+    found = engine.optimizer, engine.optimizer._get_param_coordinator()
+    engine.destroy()
+    return [type(each).__name__ for each in found]
 
 
 def destroyed(*, raises):
@@ -523,15 +556,15 @@ def destroyed(*, raises):
 
 def copy_as_a_device_does():
     """On a CPU weights are the partitions themselves; here they are copies, as on a GPU."""
-    from stepwell.deepspeed.zero.weight_lane import HostWeightLane
+    from stepwell.weights.lane import Lane
 
-    copy = HostWeightLane.copy
+    copy = Lane.copy
 
-    def copying(self, params):
-        weights, arrival = copy(self, params)
-        return [weight.clone() for weight in weights], arrival
+    def copying(self, weights):
+        wholes, arrival = copy(self, weights)
+        return [whole.clone() for whole in wholes], arrival
 
-    HostWeightLane.copy = copying
+    Lane.copy = copying
 
 
 def program_fetch(result):
@@ -561,4 +594,6 @@ def program_fetch(result):
     result["waits"] = waits_after_a_step()
     result["compiled"] = compiled()
     result["counted"] = counted()
+    result["called"] = called()
+    result["changed"] = changed()
     result["destroyed"] = [destroyed(raises=raises) for raises in (False, True)]

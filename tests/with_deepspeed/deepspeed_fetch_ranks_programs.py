@@ -21,7 +21,7 @@ from deepspeed_fetch_programs import (
     write,
 )
 from deepspeed_offload_param_programs import weights
-from insides import num_elements_ahead, prefetch_of
+from insides import fetcher_of, num_elements_ahead, prefetch_of
 
 MODELS = (Checkpointed, AdaptedAgain, Reaching, Leafy)
 
@@ -138,19 +138,19 @@ def parted(rank):
 
 def ahead(rank):
     """The most elements that were gathered ahead, behind a step and in other passes."""
-    from stepwell.deepspeed.zero import fetcher
+    from stepwell.weights import fetcher as fetching
 
-    fetcher._NUMEL_BEHIND_STEP = 1
+    fetching._NUMEL_BEHIND_STEP = 1
     engine = initialize(Model(), offloaded(gradient_accumulation_steps=2))
-    coordinator = engine.optimizer._get_param_coordinator()
+    fetcher = fetcher_of(engine.optimizer)
     found = {True: [], False: []}
-    prefetch = getattr(*prefetch_of(coordinator))
+    prefetch = getattr(*prefetch_of(fetcher))
 
     def prefetching():
         prefetch()
-        found[coordinator.is_behind_step].append(num_elements_ahead(coordinator))
+        found[fetcher.is_behind_step].append(num_elements_ahead(fetcher))
 
-    setattr(*prefetch_of(coordinator), prefetching)
+    setattr(*prefetch_of(fetcher), prefetching)
     for batch in vectors(6, rank=rank):
         engine.backward(loss_of(engine, batch))
         engine.step()

@@ -115,7 +115,7 @@ def planned(engine, optimizer=None, *, is_zero=True, unfit=None, unfetched=None)
 
     def why_unfit(cls):
         asked.append(cls)
-        return unfetched if cls in ("ModuleHooks", "Fetcher") else unfit
+        return unfetched if cls in ("ModuleHooks", "Coordinator") else unfit
 
     found = plan(engine, optimizer or cpu_adam(), is_zero=is_zero, unfit=why_unfit)
     # The sources of DeepSpeed are read only where there is something to run on the engine.

@@ -8,9 +8,6 @@ import deepspeed_run
 import pytest
 import torch
 from deepspeed_release import IS_OLDER
-from hypothesis import given
-from hypothesis import strategies as st
-from stepwell.deepspeed.zero.gather_order import GatherOrder
 
 PROGRAM_TIMEOUT = 240
 pytestmark = pytest.mark.timeout(PROGRAM_TIMEOUT + 30)
@@ -81,7 +78,7 @@ def test_behind_the_end_of_a_step_no_weight_waits_for_its_part_of_it(runs):
 
 def test_a_compiler_of_the_model_looks_into_no_fetch(runs):
     calls, seen = runs["compiled"]
-    assert calls == ["reset_step", *["enter", "leave"] * 3]
+    assert calls == ["begin_pass", *["enter", "leave"] * 3]
     assert seen == []
 
 
@@ -90,11 +87,21 @@ def test_nothing_is_left_behind(runs):
         "live": 0,
         "ahead": 0,
         "depth": 0,
-        "class": "Fetcher",
+        "class": "Coordinator",
         "plan": "stepwell",
         # By DeepSpeed's own import, before 0.19.8.
         "is_muon_compiled": IS_OLDER,
     }
+
+
+def test_programs_may_call_it_as_they_call_deepspeeds(runs):
+    states, said = runs["called"]
+    assert states == [("AVAILABLE", 1), ("NOT_AVAILABLE", 0)]
+    assert "hint: wait for its handle" in said
+
+
+def test_where_deepspeeds_coordinator_is_another_it_fetches_for_the_engine(runs):
+    assert runs["changed"] == ["OffloadZeroOptimizerStage3", "PartitionedParameterCoordinator"]
 
 
 def test_an_engine_that_is_destroyed_can_be_freed(runs):
@@ -149,40 +156,3 @@ def test_little_is_gathered_ahead_behind_a_step(ranks):
     for rank in ranks:
         found = rank["ahead"]
         assert found["behind"] == found["layer"] < found["others"]
-
-
-def digests(gathers):
-    order = GatherOrder()
-    for ids in gathers:
-        order.note(ids)
-    return order.end()
-
-
-GATHERS = st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=4), max_size=6)
-
-
-def is_common(all_gathers):
-    sums = [sum(numbers) for numbers in zip(*map(digests, all_gathers), strict=True)]
-    return GatherOrder.is_common(sums, len(all_gathers))
-
-
-@given(GATHERS, st.sampled_from([2, 3, 64, 4096]))
-def test_ranks_that_gather_the_same_are_told_nothing(gathers, num_ranks):
-    numbers = torch.tensor(digests(gathers), dtype=torch.float32)
-    # As the ranks add up.
-    sums = torch.stack([numbers] * num_ranks).sum(0)
-    assert GatherOrder.is_common(sums.tolist(), num_ranks)
-
-
-def test_ranks_that_gather_something_else_are_told():
-    gathers = [[1, 2], [3], [4, 5]]
-    others = [[[1, 2], [3]], [[1, 2], [4, 5], [3]], [[1, 2, 3], [4, 5]], [[2, 1], [3], [4, 5]], []]
-    for other in others:
-        assert not is_common([gathers] * 3 + [other])
-
-
-def test_a_digest_begins_anew():
-    order = GatherOrder()
-    order.note([1])
-    assert order.end() == digests([[1]])
-    assert order.end() == digests([])

@@ -121,7 +121,7 @@ def coordinator(**fields):
 
 
 def test_a_coordinator_prefetches_while_it_may():
-    known, may_prefetch = coordinator(**{SIZE: 5}), []
+    known, may_prefetch = coordinator(**{SIZE: 5, IN_FLIGHT: []}), []
     bound_prefetch(known, lambda: bool(may_prefetch))
     size = vars(known)[SIZE]
     assert size == 5
@@ -129,9 +129,10 @@ def test_a_coordinator_prefetches_while_it_may():
         assert (size > 4) is allowed
         assert not size > 5
         may_prefetch.append(True)
-    other = coordinator()
-    bound_prefetch(other, lambda: True)
-    assert vars(other) == {}
+    for fields in ({}, {SIZE: 5}):
+        other = coordinator(**fields)
+        bound_prefetch(other, lambda: True)
+        assert type(vars(other).get(SIZE)) is not type(size)
 
 
 @pytest.mark.parametrize(("sizes", "is_little"), [([], True), ([2, 2], True), ([2, 3], False)])

@@ -30,7 +30,7 @@ ZeroClass = Literal["OffloadZeroOptimizer", "OffloadZeroOptimizerStage3"]
 """The class of ZeRO's optimizer on the offload engine."""
 
 # What fetches weights in the place of DeepSpeed's classes.
-_FETCHING_CLASSES = ("ModuleHooks", "Fetcher")
+_FETCHING_CLASSES = ("ModuleHooks", "Coordinator")
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from typing_extensions import Self
-
 __all__ = ["bound_prefetch", "is_little_ahead"]
 
 # Elements that the coordinator gathers ahead of their use.
@@ -21,10 +19,14 @@ def bound_prefetch(coordinator: Any, may_prefetch: Callable[[], bool]) -> None:
     """Has a coordinator gather ahead only while it may.
 
     DeepSpeed prefetches a bucket more with each module, so the first modules of a forward would
-    wait for the whole step.
+    wait for the whole step. A coordinator of another release may have no such bucket.
     """
-    if (size := vars(coordinator).get(_PREFETCH_SIZE)) is not None:
-        setattr(coordinator, _PREFETCH_SIZE, _BoundedSize(size, may_prefetch))
+    known = vars(coordinator)
+    if _PREFETCH_SIZE in known and _IN_FLIGHT in known:
+        size = _BoundedSize(known[_PREFETCH_SIZE])
+        # The coordinator goes with the optimizer, whose method this is.
+        size.may_prefetch = may_prefetch
+        setattr(coordinator, _PREFETCH_SIZE, size)
 
 
 def is_little_ahead(coordinator: Any) -> bool:
@@ -37,13 +39,7 @@ def is_little_ahead(coordinator: Any) -> bool:
 class _BoundedSize(int):
     """A number of elements that is greater than none only while more may be gathered."""
 
-    _may_prefetch: Callable[[], bool]
-
-    def __new__(cls, size: int, may_prefetch: Callable[[], bool]) -> Self:
-        self = super().__new__(cls, size)
-        # The coordinator goes with the optimizer, whose method this is.
-        self._may_prefetch = may_prefetch
-        return self
+    may_prefetch: Callable[[], bool]
 
     def __gt__(self, other: int) -> bool:
-        return super().__gt__(other) and self._may_prefetch()
+        return super().__gt__(other) and self.may_prefetch()

@@ -255,11 +255,11 @@ _CLASSES = {
         "ModuleHooks",
         _MAKER,
     ),
-    "Fetcher": Overridden(
+    "Coordinator": Overridden(
         "offload engine, ZeRO-3 fetches",
         _COORDINATOR,
         "PartitionedParameterCoordinator",
-        "Fetcher",
+        "Coordinator",
         _MAKER,
     ),
 }

@@ -15,12 +15,12 @@ moments) waits where it is used, each for its own part (`offload.writes`), on an
 
 - Gradients wait where they are until their bucket is reduced (`zero.unreduced`). What the reduction
   leaves of them on this rank is cloned at once (`zero.sub_group_gradients`).
-- Weights are on the device while modules use them by `zero.module_hooks`, where these do not fit
+- Weights are on the device while modules use them by `zero.fetching`, where that does not fit
   by DeepSpeed's hooks.
 - A gather reads a partition after the thread has waited for it, so its copy to the device begins
   after the workers' writes. DeepSpeed waits for each gather before it uses it, and for those left
-  when a step begins; `zero.fetcher` waits for all of its copies and gathers then. So all have ended
-  when the next step writes.
+  when a step begins; `weights.fetcher` waits for all of its copies and gathers then. So all have
+  ended when the next step writes.
 - Persistent parameters come by themselves behind the step (`zero.persistent_gate`).
 - Several ranks gather ahead alike. Between a step and its backward it is little: the thread would
   wait for later parts of the step. DeepSpeed's hooks gather one bucket then, where by themselves
@@ -48,10 +48,8 @@ from stepwell.deepspeed.options import with_unpinned_weights
 from stepwell.deepspeed.state.home import RamHome
 from stepwell.deepspeed.zero.backward import Backward
 from stepwell.deepspeed.zero.device_share import DeviceShare
-from stepwell.deepspeed.zero.fetcher import Fetcher
 from stepwell.deepspeed.zero.fragment import Fragment
 from stepwell.deepspeed.zero.gradients import Gradients
-from stepwell.deepspeed.zero.module_hooks import ModuleHooks
 from stepwell.deepspeed.zero.norm_round import NormRound
 from stepwell.deepspeed.zero.operands import Operands, global_norm, gradient_scale
 from stepwell.deepspeed.zero.partition import Partition, without_data
@@ -72,6 +70,7 @@ if TYPE_CHECKING:
     from stepwell.deepspeed.plan import Plan
     from stepwell.deepspeed.zero.operands import Operand
     from stepwell.deepspeed.zero.persistent import Upload
+    from stepwell.weights.fetcher import Fetcher
 
 __all__ = ["OffloadZeroOptimizerStage3"]
 
@@ -82,6 +81,9 @@ _ON_DEVICE = (OffloadStateTypeEnum.lp_params, OffloadStateTypeEnum.contiguous_gr
 # DeepSpeed has no types.
 class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
     """See the module. Takes what its base class takes, and the `plan` that chose it."""
+
+    # None: DeepSpeed's hooks have weights on the device.
+    _fetcher: Fetcher | None = None
 
     def __init__(
         self,
@@ -99,8 +101,6 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         self._operands = Operands(init_optimizer, dist.get_rank())
         # From a step to the backward that follows.
         self._is_after_step = False
-        # None: DeepSpeed's hooks have weights on the device.
-        self._fetcher: Fetcher | None = None
         # The engine pins what crosses the bus. What DeepSpeed makes for gradients is not touched
         # then, and takes no memory.
         # The state may be on a volume, of which DeepSpeed's swapper knows nothing.
@@ -134,8 +134,6 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
             dist.get_world_size(group=ranks),
             partial(dist.all_reduce, op=dist.ReduceOp.SUM, group=ranks),
         )
-        coordinator = self._get_param_coordinator()
-        self._fetcher = coordinator if isinstance(coordinator, Fetcher) else None
         if self._fetcher is not None:
             self._fetcher.has_step_ended = self._partitions.has_ended
         elif self._is_gated:
@@ -159,7 +157,12 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         """
         with TouchedMemory():
             if self._plan.fetch == "stepwell":
-                return ModuleHooks(**kwargs)
+                # Here: the optimizer runs also where DeepSpeed's classes for it are others.
+                from stepwell.deepspeed.zero.fetching import ModuleHooks
+
+                hooks = ModuleHooks(**kwargs)
+                self._fetcher = hooks.fetcher
+                return hooks
             return super().initialize_ds_offload(**kwargs)
 
     @property

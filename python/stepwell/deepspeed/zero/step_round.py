@@ -1,8 +1,8 @@
 """What ranks of ZeRO-3 say beside their norms. Imports no DeepSpeed.
 
 `norm_round` has which of them cannot step. Here are those that have left the last step by an error,
-and sums of what each has gathered since (`gather_order`). All go along with the squared norm, in
-one collective, and each rank draws its conclusions before anything is stepped.
+and sums of what each has gathered since (`weights.gather_order`). All go along with the squared
+norm, in one collective, and each rank draws its conclusions before anything is stepped.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from stepwell.deepspeed.zero.gather_order import GatherOrder
+from stepwell.weights.gather_order import GatherOrder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""In which order modules use their parameters, as it was in the pass before. Imports no DeepSpeed.
+"""In which order modules use their weights, as it was in the pass before.
 
 A pass is from one forward of the whole model to the next, with the backward in between. There is
 one order for training and one for evaluation. Cost: an entry of a list per use; per use of a new
@@ -7,12 +7,14 @@ order, once, a walk over what follows it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from stepwell.weights.weight import Weight
 
 __all__ = ["Order", "Use"]
 
@@ -21,8 +23,8 @@ class Use(NamedTuple):
     """A use of a module: its forward or its backward."""
 
     module: torch.nn.Module
-    params: Sequence[Any]
-    """What it needs, as DeepSpeed's parameters."""
+    weights: Sequence[Weight]
+    """What it needs."""
 
 
 class Order:
@@ -35,11 +37,11 @@ class Order:
     def __init__(self, reuse_numel_max: int) -> None:
         self._reuse_numel_max = reuse_numel_max
         self._known: dict[bool, list[Use]] = {}
-        self._soon: dict[bool, dict[int, frozenset[int]]] = {}
+        self._soon: dict[bool, dict[int, frozenset[Weight]]] = {}
         self._mode = True
         self._expected: list[Use] = []
         self._uses: list[Use] = []
-        # Whether this pass has been as expected, and the use whose parameters are looked at next.
+        # Whether this pass has been as expected, and the use whose weights are looked at next.
         self._is_followed = False
         self._next_ahead = 0
 
@@ -54,10 +56,10 @@ class Order:
         self._is_followed = bool(self._expected)
         self._next_ahead = 0
 
-    def note(self, module: torch.nn.Module, params: Sequence[Any]) -> None:
+    def note(self, module: torch.nn.Module, weights: Sequence[Weight]) -> None:
         """A use begins."""
         position = len(self._uses)
-        self._uses.append(Use(module, params))
+        self._uses.append(Use(module, weights))
         if self._is_followed and not (
             position < len(self._expected) and self._expected[position].module is module
         ):
@@ -75,24 +77,25 @@ class Order:
         """The use that `next_ahead` has given is given again."""
         self._next_ahead -= 1
 
-    def is_used_soon(self, ds_id: int) -> bool:
-        """Whether a parameter is expected to be used again before many others are.
+    def used_soon(self) -> frozenset[Weight]:
+        """The weights that are expected to be used again before many others are.
 
-        Or before those that were given ahead: they have passed over it, since it was there.
+        Or before those that were given ahead: they have passed over them, since they were there.
         """
         if not self._is_followed:
-            return False
+            return frozenset()
         position, soon = len(self._uses), self._soon[self._mode]
         if position not in soon:
             soon[position] = self._used_from(position)
-        return ds_id in soon[position]
+        return soon[position]
 
-    def _used_from(self, position: int) -> frozenset[int]:
-        numel, found = 0, set()
+    def _used_from(self, position: int) -> frozenset[Weight]:
+        numel = 0
+        found: set[Weight] = set()
         for index in range(position, len(self._expected)):
             if numel >= self._reuse_numel_max and index >= self._next_ahead:
                 break
-            for param in self._expected[index].params:
-                numel += param.ds_numel
-                found.add(param.ds_id)
+            weights = self._expected[index].weights
+            numel += sum(weight.numel for weight in weights)
+            found.update(weights)
         return frozenset(found)

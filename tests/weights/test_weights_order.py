@@ -1,10 +1,17 @@
-"""The order of uses of weights under ZeRO-3: what a pass expects of the one before."""
-
-from types import SimpleNamespace
+"""The order of uses of weights: what a pass expects of the one before."""
 
 import pytest
 import torch
-from stepwell.deepspeed.zero.order import Order
+from stepwell.weights.order import Order
+
+
+class Weight:
+    """Of one element."""
+
+    numel = 1
+
+
+WEIGHTS = [Weight() for _ in range(4)]
 
 
 def modules(count):
@@ -12,8 +19,12 @@ def modules(count):
 
 
 def use(order, module, numbers=()):
-    """A use of a module with such parameters, of one element each."""
-    order.note(module, [SimpleNamespace(ds_id=each, ds_numel=1) for each in numbers])
+    """A use of a module with such weights."""
+    order.note(module, [WEIGHTS[each] for each in numbers])
+
+
+def numbered(weights):
+    return sorted(map(WEIGHTS.index, weights))
 
 
 def noted(order, uses):
@@ -26,7 +37,7 @@ def noted(order, uses):
 def expected(order):
     found = []
     while (ahead := order.next_ahead()) is not None:
-        found.append([param.ds_id for param in ahead.params])
+        found.append(numbered(ahead.weights))
     return found
 
 
@@ -53,9 +64,9 @@ def test_what_is_used_is_no_longer_ahead():
     noted(order, [(first, [0]), (second, [1]), (third, [2])])
     order.begin()
     use(order, first)
-    assert [param.ds_id for param in order.next_ahead().params] == [1]
+    assert numbered(order.next_ahead().weights) == [1]
     order.put_back()
-    assert [param.ds_id for param in order.next_ahead().params] == [1]
+    assert numbered(order.next_ahead().weights) == [1]
     # It is given once, also where its use begins.
     use(order, second)
     assert expected(order) == [[2]]
@@ -68,12 +79,12 @@ def test_nothing_is_expected_behind_another_use(other):
     noted(order, [(made[0], [0]), (made[1], [1]), (made[0], [0])])
     order.begin()
     use(order, made[0], [0])
-    assert order.is_used_soon(0)
+    assert WEIGHTS[0] in order.used_soon()
     # Also where the pass goes on as it was.
     for index in (other, 0):
         use(order, made[index], [index])
         assert expected(order) == []
-        assert not order.is_used_soon(0)
+        assert not order.used_soon()
     # It is what is expected next.
     order.begin()
     assert expected(order) == [[0], [other], [0]]
@@ -84,7 +95,7 @@ def test_uses_before_the_first_pass_are_one_of_training():
     order = Order(0)
     use(order, module, [3])
     assert expected(order) == []
-    assert not order.is_used_soon(3)
+    assert not order.used_soon()
     with torch.no_grad():
         order.begin()
         assert expected(order) == []
@@ -102,7 +113,7 @@ def test_a_pass_of_another_length_is_the_next_order(length):
     order.begin()
     assert expected(order) == [[0], [1], [0]][:length]
     use(order, first)
-    assert order.is_used_soon(0) is (length == 3)
+    assert (WEIGHTS[0] in order.used_soon()) is (length == 3)
 
 
 def test_a_pass_without_uses_changes_no_order():
@@ -122,10 +133,10 @@ def test_training_and_evaluation_have_orders_of_their_own():
         noted(order, [(second, [1])])
         order.begin()
         assert expected(order) == [[1]]
-        assert not order.is_used_soon(0)
+        assert numbered(order.used_soon()) == [1]
         use(order, second)
     order.begin()
-    assert order.is_used_soon(0)
+    assert WEIGHTS[0] in order.used_soon()
     assert expected(order) == [[0], [1], [0]]
 
 
@@ -139,19 +150,7 @@ def test_how_soon_is_soon(reuse, soon):
         order.begin()
         use(order, first)
         # Twice: it is kept for a position.
-        assert [each for each in range(4) if order.is_used_soon(each)] == soon
-        assert [each for each in range(4) if order.is_used_soon(each)] == soon
+        assert numbered(order.used_soon()) == numbered(order.used_soon()) == soon
         for module, _ in uses[1:]:
             use(order, module)
-        assert not any(map(order.is_used_soon, range(4)))
-
-
-def test_what_was_given_ahead_is_used_soon():
-    first, second = modules(2)
-    order = Order(0)
-    noted(order, [(first, [0]), (second, [1]), (first, [0])])
-    order.begin()
-    use(order, first)
-    for _ in range(2):
-        order.next_ahead()
-    assert order.is_used_soon(0)
+        assert not order.used_soon()

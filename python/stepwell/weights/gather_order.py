@@ -1,9 +1,9 @@
-"""Whether all ranks have gathered the same weights in the same order. Imports no DeepSpeed.
+"""Whether all ranks have gathered the same weights in the same order.
 
 A gather takes what each rank brings. Ranks whose programs part, of which one calls a module that
-the others leave out, would get weights of other parameters, or wait for ever. So each rank has a
-digest of what it has gathered since the last step, and sums of digests go along with the norm of
-the gradients: before weights are changed, all ranks know.
+the others leave out, would get other weights, or wait for ever. So each rank has a digest of what
+it has gathered since the last step, and sums of digests go along with the norm of the gradients:
+before weights are changed, all ranks know.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class GatherOrder:
     def __init__(self) -> None:
         self._digest = 0
 
-    def note(self, ids: Iterable[int]) -> None:
-        """Parameters are gathered together."""
+    def note(self, keys: Iterable[int]) -> None:
+        """The weights of such keys are gathered together."""
         # The hash of integers is the same in all processes.
-        self._digest = hash((self._digest, *ids))
+        self._digest = hash((self._digest, *keys))
 
     def end(self) -> list[float]:
         """What ranks add up, number by number, for `is_common`; begins anew."""

@@ -1,0 +1,195 @@
+"""Calls of modules, in which hooks have their weights on the device.
+
+There are two hooks per module. A backward takes no node of its own in autograd's graph, which would
+cost more than a small module's launch. It has hooks on nodes that are there:
+
+- The backward of a module begins when a node of its outputs is about to run. Where an output is a
+  view, that is a node of its base: a view that is written in place loses its own.
+- It ends when the gradients of all its inputs are complete. A module of which no input requires
+  a gradient ends with the whole backward. An input that is a leaf gets one node, a view.
+
+A module without parameters costs 1 microsecond in its forward and nothing in its backward.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from stepwell.weights.fetcher import backward_id
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch.utils.hooks import RemovableHandle
+
+    from stepwell.weights.fetcher import Fetcher
+    from stepwell.weights.weight import Weight
+
+__all__ = ["Calls"]
+
+
+class _Entered(NamedTuple):
+    """A module whose forward has begun."""
+
+    module: torch.nn.Module
+    depth: int
+    """Of the stack of modules, before."""
+    weights: Sequence[Weight]
+    backward: _Backward | None
+    """None: there is none."""
+
+
+class Calls:
+    """The calls of the modules of a model.
+
+    Args:
+        fetcher: has weights on the device.
+        weights_of: gives the weights of a module, each once.
+        stack: gets the modules whose forwards have begun, the outermost first.
+        map_tensors: calls a function with each tensor in a value of any type, and gives that value
+            with what the function returns.
+        on_output: called with a module and what it returns, before its weights leave.
+    """
+
+    def __init__(
+        self,
+        fetcher: Fetcher,
+        weights_of: Callable[[torch.nn.Module], Sequence[Weight]],
+        *,
+        stack: list[torch.nn.Module],
+        map_tensors: Callable[[Callable[[torch.Tensor], torch.Tensor], Any], Any],
+        on_output: Callable[[torch.nn.Module, Any], None],
+    ) -> None:
+        self.fetcher = fetcher
+        self.weights_of = weights_of
+        self.map_tensors = map_tensors
+        self._stack = stack
+        self._on_output = on_output
+        # Forwards that have begun, the outermost first. One that raises leaves its module here.
+        self._entered: list[_Entered] = []
+
+    def watch_passes(self, model: torch.nn.Module) -> RemovableHandle:
+        """Has each forward of a whole model begin a pass. Comes before `watch`."""
+        return model.register_forward_pre_hook(_never_compiled(self._begin_pass))
+
+    def watch(self, module: torch.nn.Module) -> list[RemovableHandle]:
+        """Has a module's weights come for its calls."""
+        return [
+            module.register_forward_pre_hook(_never_compiled(self._begin)),
+            module.register_forward_hook(_never_compiled(self._end)),
+        ]
+
+    def _begin_pass(self, *_: Any) -> None:
+        """Activation checkpoints of the whole model have forwards in the backward."""
+        self.fetcher.begin_pass()
+        if backward_id() is None:
+            self.forget()
+
+    def forget(self) -> None:
+        """Forwards that have not ended have raised."""
+        if self._entered:
+            del self._stack[self._entered[0].depth :]
+            self._entered.clear()
+
+    def _begin(self, module: torch.nn.Module, args: Any) -> Any:
+        depth = len(self._stack)
+        self._stack.append(module)
+        weights, backward = self.weights_of(module), None
+        if weights:
+            if torch.is_grad_enabled():
+                backward = _Backward(self, module)
+                args = tuple(map(backward.end_behind, args))
+            # The token of each call of it: the next one ends one that has raised, too.
+            self.fetcher.enter(module, weights, id(module))
+        self._entered.append(_Entered(module, depth, weights, backward))
+        return args
+
+    def _end(self, module: torch.nn.Module, _: Any, output: Any) -> None:
+        entered = self._pop(module)
+        if entered is None:
+            # Its hooks were registered while it ran.
+            return
+        self._on_output(module, output)
+        if entered.weights:
+            self.fetcher.leave(entered.weights, id(module))
+        if entered.backward is None:
+            return
+        if type(output) is torch.Tensor:
+            entered.backward.begin_at(output)
+        else:
+            self.map_tensors(entered.backward.begin_at, output)
+
+    def _pop(self, module: torch.nn.Module) -> _Entered | None:
+        """The forward of a module that ends. Forwards within it that have not ended have raised.
+
+        Activation checkpoints end a forward so, once they have what they need.
+        """
+        for index in range(len(self._entered) - 1, -1, -1):
+            if self._entered[index].module is module:
+                found = self._entered[index]
+                del self._entered[index:], self._stack[found.depth :]
+                return found
+        return None
+
+
+class _Backward:
+    """That of a call of a module that has weights. It is their token."""
+
+    __slots__ = ("_calls", "_module", "_num_inputs", "_num_inputs_left")
+
+    def __init__(self, calls: Calls, module: torch.nn.Module) -> None:
+        self._calls = calls
+        self._module = module
+        self._num_inputs = self._num_inputs_left = 0
+
+    def end_behind(self, value: Any) -> Any:
+        """Has it end when the gradient of an input is complete; returns what to use."""
+        if isinstance(value, torch.Tensor):
+            if not value.requires_grad:
+                return value
+            self._num_inputs += 1
+            # Gradients of leaves are accumulated first of all, also before those of parameters,
+            # which need the parameters' shapes.
+            watched = value.view_as(value) if value.grad_fn is None else value
+            node: Any = watched.grad_fn
+            node.register_prehook(self._end_input)
+            return watched
+        if isinstance(value, (tuple, list, dict)):
+            return self._calls.map_tensors(self.end_behind, value)
+        return value
+
+    def begin_at(self, value: torch.Tensor) -> torch.Tensor:
+        """Has it begin when that of an output does."""
+        if value.requires_grad:
+            base = value._base
+            node = value.grad_fn if base is None or base.grad_fn is None else base.grad_fn
+            if node is not None:
+                node.register_prehook(self._begin)
+        return value
+
+    def _begin(self, _: Any) -> None:
+        calls, module = self._calls, self._module
+        # A graph may have several backwards.
+        if calls.fetcher.enter_backward(module, calls.weights_of(module), self):
+            self._num_inputs_left = self._num_inputs
+
+    def _end_input(self, _: Any) -> None:
+        self._num_inputs_left -= 1
+        if self._num_inputs_left == 0:
+            self._calls.fetcher.leave_backward(self)
+
+
+def _never_compiled(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """A hook as a compiler of the model calls it: it does not look into it."""
+
+    def call(*args: Any) -> Any:
+        return _uncompiled(hook, *args) if torch.compiler.is_compiling() else hook(*args)
+
+    return call
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _uncompiled(hook: Any, *args: Any) -> Any:
+    return hook(*args)
