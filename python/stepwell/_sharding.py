@@ -35,6 +35,7 @@ __all__ = [
     "local",
     "longest_piece",
     "meshes",
+    "parted",
     "piece_index",
     "piece_of",
     "rows",
@@ -201,3 +202,11 @@ def greatest(meshes: Sequence[DeviceMesh], numbers: Sequence[float]) -> list[flo
         of_all = DTensor.from_local(mine, mesh, [Partial("max")] * mesh.ndim, run_check=False)
         found = of_all.full_tensor().tolist()
     return found
+
+
+def parted(who: str) -> OSError:
+    """The error of a step that was taken, but not by the ranks `who`."""
+    return OSError(
+        f"{who} left a step by an error, and others have taken it: the weights are not those of "
+        "any step. hint: the error of that rank says why; resume all ranks from a checkpoint"
+    )

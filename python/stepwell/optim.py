@@ -14,7 +14,7 @@ from stepwell._binding import Rounding
 from stepwell._checks import choice
 from stepwell._decision import NONFINITE, Facts, Nonfinite, Outcome, decide
 from stepwell._hyper import Hyper, hyper_of
-from stepwell._sharding import agree, local, meshes
+from stepwell._sharding import agree, local, meshes, parted
 from stepwell._spans import Spans
 from stepwell._state_dict import StateDicts
 from stepwell._tensors import Written, check_param, ordinary_tensors
@@ -339,11 +339,7 @@ class Adam(StateDicts):
         *found, has_any_left, has_any_stayed = agree(self._agreeing_meshes(), [*flags, *left])
         if has_any_left and has_any_stayed:
             which = "this rank" if has_left else "another rank"
-            raise OSError(
-                f"{which} has left a step by an error, and others have taken it: the weights are "
-                "not those of any step. hint: the error of that rank says why; load a checkpoint "
-                "on all ranks"
-            )
+            raise parted(f"{which} has")
         return found
 
     def _is_taken(

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -178,9 +177,8 @@ class DeferredZeroOptimizer(OffloadZeroOptimizer):
         if kind is StepKind.DEFERRED:
             at_once = {self._fragment(param) for param in uncovered}
         submission = partitions.prepare(operands, grad_scale=grad_scale, at_once=at_once)
-        told = self._told_steps
-        taken = [] if told is None else [partial(setattr, told, "is_taken", True)]
-        self._operands.commit(list(operands.values()), [submission[0], *taken, *submission[1:]])
+        calls = [submission[0], self._agreement.taking, *submission[1:]]
+        self._operands.commit(list(operands.values()), calls)
         partitions.forget()
         if self._gate is not None and self._gate.is_open:
             self._gate.wait_for_uncovered()

@@ -19,7 +19,6 @@ from stepwell.ranks.gathering import Gatherer, Piece, bytes_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
-    from contextlib import AbstractContextManager
     from functools import partial
 
     from stepwell.deepspeed.zero.partitions import Partitions
@@ -44,7 +43,8 @@ class GatheredUploads(Uploads):
     def __init__(self, partitions: Partitions, peers: Peers) -> None:
         self._partitions = partitions
         self._world_size = peers.world_size
-        self._gatherer: Gatherer = partitions.gather(peers)
+        self.gatherer: Gatherer = partitions.gather(peers)
+        """The thread that gathers them."""
 
     def wait(self, params: Iterable[torch.Tensor], /) -> bool:
         """The current stream and the step's stream wait for the new weights of `params`.
@@ -53,7 +53,7 @@ class GatheredUploads(Uploads):
         """
         # Read before the wait: a step may be submitted on another thread meanwhile.
         started, step_stream = time.perf_counter(), self._partitions.step_stream
-        self._gatherer.wait(map(id, params), self._partitions.streams(step_stream))
+        self.gatherer.wait(map(id, params), self._partitions.streams(step_stream))
         self._partitions.seconds_waited += time.perf_counter() - started
         return step_stream is not None
 
@@ -63,11 +63,7 @@ class GatheredUploads(Uploads):
         Raises:
             OSError: one is not.
         """
-        self._gatherer.confirm()
-
-    def decided(self) -> AbstractContextManager[None]:
-        """As `Gatherer.decided`."""
-        return self._gatherer.decided()
+        self.gatherer.confirm()
 
     def finish(self) -> None:
         """Waits until all of them are gathered, and what they were read from may be written."""
@@ -88,7 +84,7 @@ class GatheredPersistents(GatheredUploads):
             parts = whole.chunk(self._world_size)
             pieces.append(Piece(group, begin, begin + numel, parts, whole, bytes_of(source)))
         places = {id(param): nth for nth, param in enumerate(uploads)}
-        return self._gatherer.submission(pieces, places)
+        return self.gatherer.submission(pieces, places)
 
 
 class GatheredWeights(GatheredUploads):
@@ -136,7 +132,7 @@ class GatheredWeights(GatheredUploads):
                 begin = nth * _BUCKET_LEN
                 pieces.append(Piece(group, begin, min(begin + _BUCKET_LEN, numel), cut))
             places.update((key, first + nth) for key, nth in self._buckets[group].items())
-        return self._gatherer.submission(pieces, places)
+        return self.gatherer.submission(pieces, places)
 
 
 def _last_bucket(param: torch.Tensor, parts: Sequence[torch.Tensor]) -> int:
