@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "PLAIN",
-    "agree",
     "check_placements",
     "cut_of",
     "greatest",
@@ -182,11 +181,6 @@ def meshes(params: Iterable[torch.Tensor]) -> list[DeviceMesh]:
     """The distinct meshes of more than one rank among `params`, in their order."""
     found = {param.device_mesh: None for param in params if is_dtensor(param)}
     return [mesh for mesh in found if mesh.size() > 1 and mesh.get_coordinate() is not None]
-
-
-def agree(meshes: Sequence[DeviceMesh], flags: Sequence[bool]) -> list[bool]:
-    """The flags that are set on any rank of the meshes. Every rank of them has to call it."""
-    return [value > 0 for value in greatest(meshes, flags)]
 
 
 def greatest(meshes: Sequence[DeviceMesh], numbers: Sequence[float]) -> list[float]:
