@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "PLAIN",
-    "agree",
     "check_placements",
     "cut_of",
     "greatest",
@@ -35,6 +34,7 @@ __all__ = [
     "local",
     "longest_piece",
     "meshes",
+    "parted",
     "piece_index",
     "piece_of",
     "rows",
@@ -183,11 +183,6 @@ def meshes(params: Iterable[torch.Tensor]) -> list[DeviceMesh]:
     return [mesh for mesh in found if mesh.size() > 1 and mesh.get_coordinate() is not None]
 
 
-def agree(meshes: Sequence[DeviceMesh], flags: Sequence[bool]) -> list[bool]:
-    """The flags that are set on any rank of the meshes. Every rank of them has to call it."""
-    return [value > 0 for value in greatest(meshes, flags)]
-
-
 def greatest(meshes: Sequence[DeviceMesh], numbers: Sequence[float]) -> list[float]:
     """The greatest of each number on the ranks of the meshes, all of which have to call it.
 
@@ -201,3 +196,11 @@ def greatest(meshes: Sequence[DeviceMesh], numbers: Sequence[float]) -> list[flo
         of_all = DTensor.from_local(mine, mesh, [Partial("max")] * mesh.ndim, run_check=False)
         found = of_all.full_tensor().tolist()
     return found
+
+
+def parted(who: str) -> OSError:
+    """The error of a step that was taken, but not by the ranks `who`."""
+    return OSError(
+        f"{who} left a step by an error, and others have taken it: the weights are not those of "
+        "any step. hint: the error of that rank says why; resume all ranks from a checkpoint"
+    )

@@ -14,7 +14,7 @@ from stepwell._binding import Rounding
 from stepwell._checks import choice
 from stepwell._decision import NONFINITE, Facts, Nonfinite, Outcome, decide
 from stepwell._hyper import Hyper, hyper_of
-from stepwell._sharding import agree, local, meshes
+from stepwell._sharding import greatest, local, meshes, parted
 from stepwell._spans import Spans
 from stepwell._state_dict import StateDicts
 from stepwell._tensors import Written, check_param, ordinary_tensors
@@ -334,17 +334,13 @@ class Adam(StateDicts):
         Raises:
             OSError: on all ranks: some have taken the step before, and others have left it.
         """
-        has_left = self._store.has_left
-        left = [has_left, not has_left]
-        *found, has_any_left, has_any_stayed = agree(self._agreeing_meshes(), [*flags, *left])
-        if has_any_left and has_any_stayed:
-            which = "this rank" if has_left else "another rank"
-            raise OSError(
-                f"{which} has left a step by an error, and others have taken it: the weights are "
-                "not those of any step. hint: the error of that rank says why; load a checkpoint "
-                "on all ranks"
-            )
-        return found
+        together, has_left = self._agreeing_meshes(), self._store.has_left
+        # Of the ranks that have left it, the last, from 1.
+        last = 1 + torch.distributed.get_rank() if together and has_left else 0
+        *found, last_left, has_any_stayed = greatest(together, [*flags, last, not has_left])
+        if last_left and has_any_stayed:
+            raise parted(f"rank {last_left - 1:.0f} has")
+        return [value > 0 for value in found]
 
     def _is_taken(
         self,

@@ -7,6 +7,7 @@ import os
 import queue
 import threading
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,8 +17,7 @@ CPU = torch.device("cpu")
 SECONDS_MAX = 5.0
 # Long enough for another thread to have begun to wait. Where it has not, a test says less.
 SOON = 0.02
-NONE = ([], "")
-OTHER = ([1], "no memory there")
+OTHER = OSError("the step has failed on rank 1 (`no memory there`)")
 
 
 class Gate:
@@ -61,15 +61,16 @@ class Peers:
         if self.is_forked:
             raise ValueError("a forked child")
 
-    def tell_of_step(self, step, failure):
-        self.told.append((step, failure))
-        return step
+    def tell(self, failure, *, is_taken):
+        self.told.append((failure, is_taken))
+        step = len(self.told)
 
-    def who_failed(self, told, failure):
-        assert (told, failure) == self.told[-1]
-        if told in self.gates:
-            self.gates[told].pass_through()
-        return self.answers.pop(0)
+        def error():
+            if step in self.gates:
+                self.gates[step].pass_through()
+            return self.answers.pop(0)
+
+        return SimpleNamespace(error=error)
 
 
 class Case:
@@ -92,16 +93,16 @@ def test_all_ranks_are_told_of_each_step_twice():
     case = Case()
     assert not case.gatherer.is_busy
     for _ in range(2):
-        case.submit(NONE, NONE)
+        case.submit(None, None)
         case.gatherer.confirm()
         assert not case.gatherer.is_busy
-    assert case.peers.told == [(1, None), (2, None), (3, None), (4, None)]
+    assert case.peers.told == [(None, True)] * 4
     assert case.core.waited == [(0, 0, 3, 0), (1, 0, 3, 0)] * 2
     case.core.fails_at = 0
-    case.submit(NONE, ([0], "no memory here"))
+    case.submit(None, OSError("told"))
     with pytest.raises(OSError, match=r"^no memory here$"):
         case.gatherer.confirm()
-    assert case.peers.told[4:] == [(5, None), (6, "no memory here")]
+    assert case.peers.told[4:] == [(None, True), ("no memory here", True)]
     # The others wait for this rank's parts of what comes behind, and nothing waits for the engine.
     assert case.core.waited[4:] == [(0, 0, 3, 0)]
 
@@ -109,10 +110,10 @@ def test_all_ranks_are_told_of_each_step_twice():
 @pytest.mark.parametrize("names", ["", "ab"])
 def test_a_failure_elsewhere_is_named(names):
     case = Case()
-    case.submit(NONE, NONE, names=names)
+    case.submit(None, None, names=names)
     case.gatherer.finish(())
     calls = case.gatherer.confirm, partial(case.gatherer.finish, ())
-    for answers in ([OTHER], [NONE, OTHER]):
+    for answers in ([OTHER], [None, OTHER]):
         case.submit(*answers, names=names)
         for call in calls:
             with pytest.raises(OSError, match=r"failed on rank 1 \(`no memory there`\)"):
@@ -120,7 +121,7 @@ def test_a_failure_elsewhere_is_named(names):
     # Of two failures this rank's own is raised here.
     if names:
         case.core.fails_at = 0
-        for answers in ([OTHER], [NONE, OTHER]):
+        for answers in ([OTHER], [None, OTHER]):
             case.submit(*answers)
             with pytest.raises(OSError, match=r"^no memory here$"):
                 case.gatherer.confirm()
@@ -129,7 +130,7 @@ def test_a_failure_elsewhere_is_named(names):
 def test_a_weight_is_waited_for_by_itself_and_the_last_for_all_ranks():
     case, gates = Case(), [Gate() for _ in range(3)]
     case.core.gates, case.peers.gates = dict(enumerate(gates[:2])), {2: gates[2]}
-    case.submit(NONE, OTHER)
+    case.submit(None, OTHER)
     assert case.gatherer.is_busy
     gates[0].open_soon()
     case.gatherer.wait("a", ())
@@ -147,7 +148,7 @@ def test_a_failure_here_is_raised_before_the_others_are_told():
     case, gate = Case(), Gate()
     case.peers.gates = {2: gate}
     case.core.fails_at = 0
-    case.submit(NONE, ([0], "no memory here"))
+    case.submit(None, OSError("told"))
     for name in "ba":
         with pytest.raises(OSError, match=r"^no memory here$"):
             case.gatherer.wait(name, ())
@@ -157,27 +158,17 @@ def test_a_failure_here_is_raised_before_the_others_are_told():
     assert not gate.was_late
 
 
-def test_a_step_that_this_rank_has_left_is_an_error_if_others_have_taken_it():
+def test_a_step_that_this_rank_has_left_is_told_and_not_gathered():
     case = Case()
-    for others, is_together in (([0, 1], True), ([0], False)):
-        case.peers.answers.append((others, "KeyError: 'no memory'"))
-        with pytest.raises(KeyError), case.gatherer.decided():
-            raise KeyError("no memory")
-        if is_together:
+    for error in (None, OSError("others have taken it")):
+        case.peers.answers.append(error)
+        case.gatherer.leave("KeyError: 'no memory'")
+        if error is None:
             case.gatherer.confirm()
-    with pytest.raises(OSError, match=r"left a step \(`KeyError: 'no memory'`\) that others have"):
+    with pytest.raises(OSError, match="others have taken it"):
         case.gatherer.confirm()
-    assert case.peers.told == [(1, "KeyError: 'no memory'"), (2, "KeyError: 'no memory'")]
+    assert case.peers.told == [("KeyError: 'no memory'", False)] * 2
     assert not case.core.waited
-
-
-def test_an_error_behind_the_submit_is_no_step_that_was_left():
-    case = Case()
-    with pytest.raises(KeyError), case.gatherer.decided():
-        case.submit(NONE, NONE)
-        raise KeyError
-    case.gatherer.confirm()
-    assert case.peers.told == [(1, None), (2, None)]
 
 
 def test_a_forked_child_is_told():
@@ -202,7 +193,7 @@ class Copy:
 
 def test_copies_are_waited_for():
     case = Case()
-    case.submit(NONE, NONE)
+    case.submit(None, None)
     case.gatherer.confirm()
     copies = Copy(), Copy()
     for copy in copies:
@@ -221,6 +212,12 @@ def test_a_step_is_waited_for_when_its_optimizer_goes():
     assert copy.num_looks == 3
 
 
+def test_a_forked_child_waits_for_no_thread_of_its_parent():
+    steps, last = queue.SimpleQueue(), _GatheredStep([], None, {})
+    _close(threading.current_thread(), steps, [last], os.getpid() + 1)
+    assert steps.empty()
+
+
 def test_the_thread_keeps_no_program_from_ending():
     case = Case()
     threads = [each for each in threading.enumerate() if each.name == "stepwell-gather"]
@@ -232,7 +229,7 @@ def test_the_thread_keeps_no_program_from_ending():
 def test_what_is_received_is_what_other_ranks_have():
     case = Case()
     case.peers.world_size = 1
-    case.peers.answers += [NONE, NONE]
+    case.peers.answers += [None, None]
     parts = [torch.empty(nbytes, dtype=torch.uint8) for nbytes in (12, 8)]
     for call in case.gatherer.submission([Piece(0, 0, 3, parts)] * 2, {"a": 1}):
         call()
@@ -243,7 +240,7 @@ def test_what_is_received_is_what_other_ranks_have():
 def test_a_part_in_host_memory_is_copied_to_its_place():
     case = Case()
     case.peers.world_size = 1
-    case.peers.answers += [NONE, NONE]
+    case.peers.answers += [None, None]
     weight, source = torch.zeros(3), torch.tensor([1.0, 2.0, 3.0])
     piece = Piece(0, 0, 3, [bytes_of(weight)], source=bytes_of(source))
     for call in case.gatherer.submission([piece], {"a": 0}):

@@ -5,6 +5,7 @@ import gc
 import threading
 from datetime import timedelta
 from functools import partial
+from types import SimpleNamespace
 
 import optim_ranks
 import pytest
@@ -12,8 +13,8 @@ import torch
 import torch.distributed as dist
 from stepwell.access.guard import WeightGuard
 from stepwell.ranks import gathering
-from stepwell.ranks import peers as peers_module
-from stepwell.ranks.collective import WholeWorld
+from stepwell.ranks.agreement import Agreement
+from stepwell.ranks.collective import Ranks
 from stepwell.ranks.peers import Peers
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
@@ -26,81 +27,35 @@ class LeftError(Exception):
     pass
 
 
-# ---- rounds ----
+def made(group=None, device=CPU):
+    return Peers(group, device, instead=INSTEAD)
 
 
-def objects_of_each():
-    world = WholeWorld()
-    assert world.ranks == [0, 1]
-    return [ranks.objects({"rank": dist.get_rank()}) for ranks in (world, made())]
+# ---- ranks of a group of the program's ----
 
 
-def made(group=None, **options):
-    return Peers(group, instead=INSTEAD, **options)
-
-
-def test_objects_of_each_rank_come_to_all(two):
-    both = [{"rank": 0}, {"rank": 1}]
-    assert two.run(objects_of_each) == [[both, both]] * 2
-
-
-def left_in_a_round():
-    """Both ranks leave; and then one, behind what the other has waited for, and before it."""
-    peers = made()
-    with contextlib.suppress(LeftError), peers.awaited():
-        raise LeftError
-    assert peers.objects("together") == ["together"] * 2
-    with contextlib.suppress(LeftError), peers.awaited():
-        peers.objects("there")
-        if dist.get_rank():
-            raise LeftError
-    peers.objects("still there")
-    kind, match = (LeftError, None) if dist.get_rank() else (OSError, "rank 1 has left by an error")
-    with pytest.raises(kind, match=match), peers.awaited():
-        if dist.get_rank():
-            raise LeftError
-        peers.objects("waits")
-    for _ in range(2):
-        with pytest.raises(OSError, match=r"not at the same step any more(.|\n)*hint"):
-            peers.objects("apart")
-
-
-def test_a_rank_that_leaves_is_named_to_those_that_wait(two):
-    two.run(left_in_a_round)
-
-
-def ended(module, name, error, call):
-    """What a call raises in which this function of a module raises an error."""
-
-    def fail(*_, **__):
-        raise error
-
-    peers = made()
+def met():
+    ranks, rank = Ranks(), dist.get_rank()
+    assert ranks.ranks == [0, 1]
+    assert ranks.meet({"rank": rank}) == [{"rank": 0}, {"rank": 1}]
+    alone = [dist.new_group([each]) for each in range(2)][rank]
+    assert Ranks(alone).ranks == [rank]
+    assert Ranks(alone).meet(rank) == [rank]
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(module, name, fail)
-        with pytest.raises((OSError, KeyboardInterrupt)) as raised:
-            call(peers)
-    for _ in range(2):
-        with pytest.raises(OSError, match="not at the same step any more: one was interrupted"):
-            call(peers)
-    return raised.value
+
+        def lost(*_, **__):
+            raise RuntimeError("closed by peer")
+
+        patched.setattr(dist, "all_gather_object", lost)
+        with pytest.raises(OSError, match=r"another rank is gone(.|\n)*closed by peer(.|\n)*hint"):
+            ranks.meet()
 
 
-def ended_waits():
-    def objects(peers):
-        peers.objects("mine")
-
-    places = (peers_module, "wait_for_work"), (dist, "all_gather_object")
-    for module, name in places:
-        assert isinstance(ended(module, name, KeyboardInterrupt(), objects), KeyboardInterrupt)
-    for module, name in (*places, (dist, "all_reduce")):
-        error = str(ended(module, name, RuntimeError("closed by peer"), objects))
-        assert error.startswith("another rank is gone")
-        assert "closed by peer" in error
+def test_ranks_meet(two):
+    two.run(met)
 
 
-def test_a_wait_that_ends_by_an_error_leaves_the_ranks_apart(two):
-    two.run(ended_waits)
+# ---- process groups ----
 
 
 def opened(group):
@@ -113,21 +68,19 @@ def opened(group):
                 return of_torch(*args, **options)
 
             patched.setattr(dist, name, partial(call, of_torch=getattr(dist, name)))
-        peers = made(group)
-        for _ in range(2):
-            peers.open_data(CPU)
+        made(group)
     return calls
 
 
-def opened_once():
+def opened_at_once():
     # What connects NCCL: no collective of this rank is under way then.
     assert opened(None) == ["all_gather_into_tensor", "broadcast"]
     alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
     assert opened(alone) == []
 
 
-def test_the_group_of_weights_connects_once(two):
-    two.run(opened_once)
+def test_the_group_of_weights_connects_at_once(two):
+    two.run(opened_at_once)
 
 
 def groups_made():
@@ -140,14 +93,14 @@ def groups_made():
             return new_group(*args, backend=backend, **options)
 
         patched.setattr(dist, "new_group", counted)
-        peers = made(gathers=False)
+        peers = made(device=None)
         patched.setattr(dist, "is_gloo_available", lambda: False)
         with pytest.raises(ValueError, match="has no gloo") as raised:
-            made(gathers=False)
+            made(device=None)
         assert f"hint: {INSTEAD}; or" in str(raised.value)
-    assert backends == ["gloo", "gloo"]
+    assert backends == ["gloo"]
     assert not hasattr(peers, "data")
-    assert peers.who_failed(peers.tell_of_step(1, None), None) == ([], "")
+    assert peers.tell(None, is_taken=True).error() is None
 
 
 def test_ranks_that_gather_nothing_have_no_group_for_it(two):
@@ -161,7 +114,7 @@ def own_timeouts():
     whole = timedelta(seconds=optim_ranks.COLLECTIVE_SECONDS_MAX)
     for group, expected in ((None, whole), (alone[rank], timeouts[rank])):
         peers = made(group)
-        for own in (peers._agreeing, peers.status, peers.data):
+        for own in (peers.status, peers.data):
             assert own._get_backend(CPU).options._timeout == expected
 
 
@@ -174,12 +127,25 @@ def test_ranks_are_waited_for_as_long_as_in_their_group(two):
 
 def failures_of_some():
     peers, rank = made(), dist.get_rank()
-    for step, failing in enumerate([(), (0,), (1,), (0, 1)]):
+
+    def said(failing, taken=(0, 1)):
         why = f"no memory on {rank}" if rank in failing else None
-        told = peers.who_failed(peers.tell_of_step(step, why), why)
-        assert told == (list(failing), f"no memory on {failing[-1]}" if failing else "")
+        error = peers.tell(why, is_taken=rank in taken).error()
+        return "" if error is None else str(error)
+
+    named = "the step has failed on rank {0} (`no memory on {0}`)"
+    assert said(()) == ""
+    for failing in ((0,), (1,)):
+        expected = f"this rank has left a step (`no memory on {rank}`)"
+        expected = expected if rank in failing else named.format(failing[0])
+        for taken in ((0, 1), (1 - failing[0],)):
+            assert said(failing, taken).startswith(expected)
+    assert "this rank has left" in said((0, 1))
+    # Nothing was changed.
+    assert said((0, 1), taken=()) == ""
+    peers._num_told += rank
     with pytest.raises(OSError, match="not at the same step any more"):
-        peers.who_failed(peers.tell_of_step(rank, None), None)
+        said(())
 
 
 def test_the_ranks_whose_step_has_failed_are_told(two):
@@ -203,7 +169,6 @@ class Core:
 def gathered(fails):
     """A gatherer of one element of each rank, which waits for its core; and what begins a step."""
     peers, whole, rank = made(), torch.zeros(2), dist.get_rank()
-    peers.open_data(CPU)
     core = Core(whole[rank : rank + 1], fails=fails and rank == 1)
     gatherer = gathering.Gatherer(core, peers, CPU)
     memory = gathering.bytes_of(whole)
@@ -236,9 +201,11 @@ def a_step_that_was_left():
     begin()
     gatherer.finish(())
     assert whole.tolist() == [1, 2]
-    with contextlib.suppress(LeftError), gatherer.decided():
+    steps = Agreement(dist.group.WORLD, CPU, gatherer=gatherer)
+    with contextlib.suppress(LeftError), steps.decided():
         if dist.get_rank():
             raise LeftError("no memory")
+        steps.taking()
         begin()
     what = "this rank has left" if dist.get_rank() else "failed on rank 1 "
     with pytest.raises(OSError, match=rf"{what}(.|\n)*LeftError: no memory"):
@@ -294,11 +261,8 @@ class OnePeer:
     def check_process(self):
         pass
 
-    def tell_of_step(self, *_):
-        pass
-
-    def who_failed(self, *_):
-        return [], ""
+    def tell(self, *_, **__):
+        return SimpleNamespace(error=lambda: None)
 
 
 class Uploads:

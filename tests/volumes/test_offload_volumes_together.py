@@ -1,5 +1,6 @@
 """Volumes of several ranks, made and gone on from together. The ranks are threads."""
 
+import contextlib
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -19,10 +20,10 @@ SECONDS_MAX = 60
 
 class ThreadRanks(Ranks):
     def __init__(self, rank, barrier, table):
-        super().__init__(RANKS)
+        self.ranks, self._num_met = RANKS, 0
         self.rank, self._barrier, self._table = rank, barrier, table
 
-    def objects(self, mine):
+    def _gather(self, mine):
         self._table[self.rank] = mine
         self._barrier.wait()
         found = list(self._table)
@@ -225,26 +226,57 @@ def test_where_one_fails_all_do(steps, fails_at):
 
 def test_counts_are_those_of_the_ranks_that_have_rows():
     counts = [[3, None, None, 0], [3, 2, None, None], [None, 2, None, 0]]
-    assert on_ranks(agree_on_counts, counts, [None] * 3) == [[3, 2, 0, 0]] * 3
+    assert on_ranks(agree_on_counts, counts) == [[3, 2, 0, 0]] * 3
     counts[1][0] = 2
-    for error in on_ranks(agree_on_counts, counts, [None] * 3):
+    for error in on_ranks(agree_on_counts, counts):
         assert isinstance(error, ValueError)
         assert "`[2, 3]` updates" in str(error)
-    failure = OSError("cannot be read")
-    errors = on_ranks(agree_on_counts, counts, [None, failure, None])
-    assert errors[1] is failure
-    assert "on rank 7: OSError: cannot be read" in str(errors[0])
+
+
+@pytest.mark.parametrize("fails", [(), (1,), (0, 1, 2)])
+def test_a_rank_that_others_wait_for_tells_them_why_it_does_not_come(fails):
+    def meet(ranks):
+        with ranks.awaited():
+            if ranks.rank in fails:
+                raise ValueError(f"no memory on {ranks.rank}")
+        ranks.meet()
+
+    found = on_ranks(meet)
+    own = [f"no memory on {rank}" for rank in range(3)]
+    others = "; ".join(f"on rank {RANKS[rank]}: ValueError: {own[rank]}" for rank in fails)
+    for rank, error in enumerate(found):
+        if fails:
+            assert isinstance(error, ValueError if rank in fails else OSError)
+            assert str(error) == (own[rank] if rank in fails else others)
+        else:
+            assert error is None
+
+
+def test_an_error_behind_what_the_others_wait_for_is_not_told():
+    def meet(ranks):
+        with contextlib.suppress(ValueError), ranks.awaited():
+            ranks.meet()
+            if ranks.rank:
+                raise ValueError
+        # All are together.
+        return ranks.meet(ranks.rank)
+
+    assert on_ranks(meet) == [[0, 1, 2]] * 3
 
 
 def test_an_own_failure_is_told_before_that_others_are_gone():
     class Alone(Ranks):
-        def objects(self, mine):
-            raise OSError("another rank is gone")
+        def __init__(self):
+            self.ranks, self._num_met = [0], 0
 
-    with pytest.raises(OSError, match="another rank is gone"):
-        Alone([0]).tell_failure(None)
-    with pytest.raises(ValueError, match="mine"):
-        Alone([0]).tell_failure(ValueError("mine"))
+        def _gather(self, mine):
+            raise RuntimeError("Connection closed by peer")
+
+    for kind, match in ((OSError, "An optimizer is made"), (ValueError, "mine")):
+        with pytest.raises(kind, match=match), Alone().awaited():
+            if kind is ValueError:
+                raise ValueError("mine")
+            Alone().meet()
 
 
 # Of the ranks 4 and 7 this is 7.

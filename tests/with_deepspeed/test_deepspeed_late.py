@@ -152,7 +152,7 @@ def test_ranks_of_which_one_has_left_a_step_all_refuse_the_next(ranks):
         assert found[1] == "LeftError: no memory"
         assert all(isinstance(loss, float) for loss in (found[0], found[2]))
         for said in found[4:]:
-            assert said.startswith("OSError: 1 of 2 ranks have left a step by an error")
+            assert said.startswith("OSError: rank 1 has left a step by an error, and others")
     assert second[3] == "LeftError: no memory"
     assert isinstance(first[3], float)
 
@@ -179,7 +179,7 @@ def test_a_rank_that_cannot_step_ends_the_step_of_the_others_and_they_go_on(rank
     for rank, result in enumerate(ranks):
         of_gate = result["refused", gate]
         found, (expected, *runs) = of_gate if name is None else of_gate[name]
-        others = "OSError: ranks that cannot take this step: 1, so none"
+        others = f"OSError: rank {1 - rank} cannot take this step, so none"
         assert found[0].startswith(others if rank == 0 else "ValueError: refused")
         assert found[1].startswith(others if rank == 1 else "ValueError: refused")
         assert found[2:] == ["ValueError: refused"]
@@ -193,7 +193,7 @@ def test_a_rank_that_cannot_step_ends_the_step_of_the_others_and_they_go_on(rank
 def test_a_rank_that_fails_between_two_sums_ends_the_step_of_the_others(ranks):
     for rank, result in enumerate(ranks):
         for found, (expected, *runs) in result["failed behind the first sum"].values():
-            others = "OSError: ranks that cannot take this step: 1, so none"
+            others = f"OSError: rank {1 - rank} cannot take this step, so none"
             assert found[0].startswith(others if rank == 0 else "OSError: a copy")
             assert found[1].startswith(others if rank == 1 else "OSError: a copy")
             assert found[2:] == ["OSError: a copy"]

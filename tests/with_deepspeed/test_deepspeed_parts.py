@@ -10,10 +10,8 @@ from stepwell.deepspeed.zero.backward import Backward
 from stepwell.deepspeed.zero.exposure import Exposure
 from stepwell.deepspeed.zero.fragment import Fragment
 from stepwell.deepspeed.zero.gathers import GatheredPersistents, GatheredWeights
-from stepwell.deepspeed.zero.norm_round import NormRound
 from stepwell.deepspeed.zero.persistent import PersistentUploads, Upload
 from stepwell.deepspeed.zero.prefetch import bound_prefetch, is_little_ahead
-from stepwell.deepspeed.zero.step_round import StepRound
 
 # ---- backwards that fail ----
 
@@ -232,9 +230,6 @@ class Gathered:
     def confirm(self):
         self.noted.append("confirmed")
 
-    def decided(self):
-        return "decided"
-
     def finish(self):
         self.noted.append("finished")
 
@@ -256,7 +251,6 @@ def test_weights_of_several_ranks_are_waited_for(monkeypatch):
     assert partitions.seconds_waited == 0.5 + 2
     partitions.noted.clear()
     found.confirm()
-    assert found.decided() == "decided"
     found.finish()
     assert partitions.noted == ["confirmed", "finished"]
 
@@ -357,79 +351,3 @@ def test_what_holds_less_than_before_is_the_new_least():
     kept = [flats[0][:1]]
     for _ in kept * 2:
         assert list(map(id, exposure.exposed(flats, params))) == list(map(id, params[0]))
-
-
-# ---- what ranks say beside their norms ----
-
-
-def round_of(*, world_size=2, has_left=False, others=lambda sums: None, norm_round=None):
-    """A round in which all ranks say the same, but for what `others` adds."""
-
-    def all_reduce(sums):
-        sums.mul_(world_size)
-        others(sums)
-
-    made = StepRound(norm_round or NormRound(), world_size, all_reduce)
-    # At first it has left none.
-    assert made.has_left is False
-    made.has_left = has_left
-    return made
-
-
-def forget():
-    raise AssertionError
-
-
-ALIKE = [2.0, 4.0]
-"""What a rank has gathered."""
-
-
-@pytest.mark.parametrize("has_left", [False, True])
-def test_ranks_add_up_norms_and_those_that_have_left(has_left):
-    found = round_of(world_size=3, has_left=has_left)
-    assert found.add_up(torch.tensor(3.0, dtype=torch.float64), ALIKE) == 9.0
-    # All have left it, if any: nothing was changed.
-    found.check_left()
-    found.check_gathered(forget)
-
-
-@pytest.mark.parametrize("num_left", [1, 2])
-def test_some_ranks_have_left_a_step(num_left):
-    found = round_of(world_size=3, others=lambda sums: sums[2].fill_(num_left))
-    found.check_left()
-    found.add_up(torch.tensor(2.0), [])
-    with pytest.raises(OSError, match=rf"^{num_left} of 3 ranks have left a step by an error"):
-        found.check_left()
-
-
-def test_a_rank_that_cannot_step_ends_the_step_of_the_others():
-    def others(sums):
-        # The one that cannot step has gathered other weights, too.
-        sums[1].add_(1.0)
-        sums[-1].add_(1.0)
-
-    found = round_of(others=others)
-    with pytest.raises(OSError, match=r"cannot take this step: 1, so none .* hint: "):
-        found.add_up(torch.tensor(2.0), ALIKE)
-    found.check_gathered(forget)
-    # This one cannot, either.
-    told = SimpleNamespace(meet=lambda: 1.0, check=lambda num_failed, squared_norm: None)
-    found = round_of(others=others, norm_round=told)
-    found.add_up(torch.tensor(2.0), ALIKE)
-    found.check_gathered(forget)
-
-
-def test_ranks_that_have_gathered_other_weights_are_told_once():
-    forgotten = []
-    found = round_of(others=lambda sums: sums[-1].add_(1.0))
-    found.add_up(torch.tensor(2.0), ALIKE)
-    with pytest.raises(RuntimeError, match="ranks have gathered other weights"):
-        found.check_gathered(lambda: forgotten.append("forgotten"))
-    assert forgotten == ["forgotten"]
-    found.check_gathered(forget)
-
-
-def test_deepspeeds_hooks_have_no_order_to_compare():
-    found = round_of()
-    assert found.add_up(torch.tensor(3.0), []) == 6.0
-    found.check_gathered(forget)

@@ -1,5 +1,6 @@
 """Volumes for the state of partitions, without DeepSpeed: how they are made, resumed and left."""
 
+import contextlib
 import gc
 import tempfile
 import weakref
@@ -11,7 +12,6 @@ import torch
 from stepwell.access import writes
 from stepwell.deepspeed.zero import swapped as swapped_module
 from stepwell.deepspeed.zero.swapped import commit_last_step, swapped_on
-from stepwell.ranks.collective import Ranks
 from stepwell.store.sharded_volume import RUN_OF_ONE
 from stepwell.store.volume import Volume
 from swapped_partitions import (
@@ -111,19 +111,22 @@ def of_ranks(monkeypatch, *steps, counts=None):
     `counts`: the updates that another rank's volume has; None: as many as this one's.
     """
 
-    class World(Ranks):
+    class World:
         def __init__(self):
-            super().__init__([0, 1])
+            self.ranks = [0, 1]
 
-        def objects(self, mine):
+        def meet(self, mine=None, failure=None):
             return [mine, mine if counts is None or mine is None else counts]
+
+        def awaited(self):
+            return contextlib.nullcontext()
 
     def open_together(ranks, make, *, commit_interval):
         for step in steps[:-1]:
             make(step, 1).close(keep=True)
         return make(steps[-1], 1)
 
-    monkeypatch.setattr(swapped_module, "WholeWorld", World)
+    monkeypatch.setattr(swapped_module, "Ranks", World)
     monkeypatch.setattr(swapped_module, "open_together", open_together)
 
 
@@ -211,10 +214,10 @@ def test_a_commit_that_failed_on_a_rank_is_the_end_on_all(tmp_path, monkeypatch)
     run = Run(Volume([tmp_path], name="run", commit_interval=9), rank=0).steps(2)
     told = OSError("rank 1 has no drive")
 
-    def tell_failure(*_):
+    def meet(*_):
         raise told
 
-    monkeypatch.setattr(swapped_module.WholeWorld, "tell_failure", tell_failure)
+    monkeypatch.setattr(swapped_module.Ranks, "meet", meet)
     with pytest.raises(OSError, match="rank 1 has no drive"):
         commit_last_step(run.swapped, run.partitions.finish)
     with pytest.raises(OSError, match="a commit failed before: rank 1 has no drive"):

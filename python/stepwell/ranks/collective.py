@@ -2,69 +2,88 @@
 
 from __future__ import annotations
 
-import abc
 import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
+    from collections.abc import Iterator
 
-__all__ = ["Ranks", "WholeWorld"]
+__all__ = ["Ranks", "why_lost"]
 
 
-class Ranks(abc.ABC):
+class Ranks:
     """Some ranks. Every call is collective, of the same thread, in the same order on all of them.
 
+    They tell each other by a group of the program's, of which the thread of a step is the only one
+    that makes collectives.
+
     Args:
-        ranks: their numbers in the default group.
+        group: the ranks; None: all.
     """
 
-    def __init__(self, ranks: list[int]) -> None:
-        self.ranks = ranks
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self._group = group
+        self.ranks: list[int] = dist.get_process_group_ranks(group or dist.group.WORLD)
         """Of the default group."""
+        self._num_met = 0
 
-    @abc.abstractmethod
-    def objects(self, mine: object) -> list[Any]:
-        """The picklable objects of all ranks, in their order."""
-
-    def awaited(self) -> AbstractContextManager[None]:
-        """A context in which the others wait for what this rank tells them next."""
-        return contextlib.nullcontext()
-
-    def tell_failure(self, failure: Exception | None) -> None:
-        """All ranks tell whether they have failed; where one has, all raise, and stay together.
+    def meet(self, mine: object = None, failure: Exception | None = None) -> list[Any]:
+        """All ranks come here, and get the picklable objects of all, in their order.
 
         Args:
-            failure: why this one has; None: it has not.
+            mine: the object of this rank.
+            failure: why this one cannot go on; None: it can.
 
         Raises:
-            ValueError: `failure`.
-            OSError: likewise; or another rank has failed, or is gone.
+            OSError: a rank cannot go on, or is gone.
         """
+        self._num_met += 1
         text = None if failure is None else f"{type(failure).__name__}: {failure}"
         try:
-            texts = self.objects(text)
-        except OSError:
-            if failure is not None:
-                raise failure from None
-            raise
-        if failure is not None:
-            raise failure
-        failed = {self.ranks[rank]: each for rank, each in enumerate(texts) if each is not None}
-        if failed:
-            raise OSError("; ".join(f"on rank {rank}: {each}" for rank, each in failed.items()))
+            found = self._gather((text, mine))
+        except RuntimeError as error:
+            raise OSError(
+                f"{why_lost(error)}. An optimizer is made, and a commit asked for, by all ranks "
+                "that step together"
+            ) from error
+        texts = dict(zip(self.ranks, (text for text, _ in found), strict=True))
+        if failed := [f"on rank {rank}: {text}" for rank, text in texts.items() if text]:
+            raise OSError("; ".join(failed))
+        return [each for _, each in found]
 
-
-class WholeWorld(Ranks):
-    """All ranks, by their default group: for what has no process group of its own."""
-
-    def __init__(self) -> None:
-        super().__init__(list(range(dist.get_world_size())))
-
-    def objects(self, mine: object) -> list[Any]:
-        """As `Ranks.objects`."""
+    def _gather(self, mine: object) -> list[Any]:
         found: list[Any] = [None] * len(self.ranks)
-        dist.all_gather_object(found, mine)
+        dist.all_gather_object(found, mine, group=self._group)
         return found
+
+    @contextlib.contextmanager
+    def awaited(self) -> Iterator[None]:
+        """In this context the others wait for this rank where they meet next.
+
+        An error that ends it before that is told to them there. All ranks stay together. Ctrl-C is
+        not told: the others may be on their way out.
+        """
+        before = self._num_met
+        try:
+            yield
+        except Exception as error:
+            if self._num_met == before:
+                # The error that this rank raises is its own.
+                with contextlib.suppress(OSError):
+                    self.meet(failure=error)
+            raise
+
+
+def why_lost(error: BaseException) -> str:
+    """Why a collective has failed with `error`, and what to do."""
+    if not dist.is_initialized():
+        return (
+            "destroy_process_group() was called before the ranks were done. "
+            "hint: optimizer.synchronize() before it"
+        )
+    return (
+        f"another rank is gone, or late by more than the timeout of the process group: {error}. "
+        "hint: its own error says why; resume all ranks from a checkpoint"
+    )

@@ -9,8 +9,8 @@ and calls no collective. The collectives are those of process groups that nothin
   others, after all that the stream of the step held when it was submitted.
 - On CUDA collectives are on a stream of their own; what waits is the current stream.
 - Before the first piece and behind the last all ranks tell whether their own step is good. One that
-  has left the step by an error (`decided`) says so at once, and no piece is gathered. One whose
-  step fails later goes on with the collectives, with old weights. The errors of the others name it.
+  has left the step by an error (`leave`) says so at once, and no piece is gathered. One whose step
+  fails later goes on with the collectives, with old weights. The errors of the others name it.
 - A forward waits for its pieces alone: meanwhile another rank may have failed. The wait for the
   last weight is one for what is told behind it, so no forward of the whole model ends with old
   weights. What a program may keep (a look at a weight, an evaluation) waits for that at once
@@ -20,7 +20,7 @@ and calls no collective. The collectives are those of process groups that nothin
   process group by NCCL, whose watchdog ends the process.
 
 Cost: each rank receives what it does not step, once per step; one launch per piece. On CPUs it is
-one per rank where its parts are not even, or do not lie together. What is told is 40 bytes, twice.
+one per rank where its parts are not even, or do not lie together. What is told is 32 bytes, twice.
 """
 
 from __future__ import annotations
@@ -39,13 +39,14 @@ import torch.distributed as dist
 
 from stepwell._streams import stream_of
 from stepwell.access.finalizers import finalize, postponed
-from stepwell.ranks.peers import failed_on, left_here, wait_for_work, why_lost
+from stepwell.ranks.collective import why_lost
+from stepwell.ranks.peers import wait_for_work
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from stepwell import _core
-    from stepwell.ranks.peers import Peers, ToldOfStep
+    from stepwell.ranks.peers import Peers
 
 __all__ = ["Gatherer", "Piece", "bytes_of"]
 
@@ -183,7 +184,6 @@ class _GatherThread:
         self._peers = peers
         self._device = device
         self._stream: torch.cuda.Stream | None = None
-        self._num_told = 0
         self.steps: queue.SimpleQueue[_GatheredStep | None] = queue.SimpleQueue()
 
     def run(self) -> None:
@@ -210,9 +210,9 @@ class _GatherThread:
     @torch.no_grad()
     def _gather(self, step: _GatheredStep) -> OSError | None:
         """Gathers all pieces; returns why this rank or another has failed, if one has."""
-        told = self._tell(step.why_left)
+        told = self._peers.tell(step.why_left, is_taken=step.why_left is None)
         if step.why_left is not None:
-            return self._is_left(told, step.why_left)
+            return told.error()
         error: OSError | None = None
         is_begun = False
         stream = self._stream
@@ -233,7 +233,7 @@ class _GatherThread:
                     step.fail(error)
             if not is_begun:
                 # Behind the wait for the first chunks, which takes longer.
-                if left := self._failure(told, None):
+                if left := told.error():
                     return error or left
                 is_begun = True
             with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
@@ -241,28 +241,11 @@ class _GatherThread:
                     piece.parts[self._peers.rank].copy_(piece.source, non_blocking=True)
                 event = self._finish(self._collectives(piece))
             step.mark(event)
-        if not is_begun and (left := self._failure(told, None)):
+        if not is_begun and (left := told.error()):
             return left
         why = None if error is None else str(error)
-        failure = self._failure(self._tell(why), why)
+        failure = self._peers.tell(why, is_taken=True).error()
         return error or failure
-
-    def _tell(self, failure: str | None) -> ToldOfStep:
-        self._num_told += 1
-        return self._peers.tell_of_step(self._num_told, failure)
-
-    def _failure(self, told: ToldOfStep, own: str | None) -> OSError | None:
-        ranks, why = self._peers.who_failed(told, own)
-        if not ranks:
-            return None
-        return failed_on(ranks[0], why)
-
-    def _is_left(self, told: ToldOfStep, why: str) -> OSError | None:
-        """This rank has left the step by an error. Where all have, nothing was changed."""
-        ranks, _ = self._peers.who_failed(told, why)
-        if len(ranks) == self._peers.world_size:
-            return None
-        return left_here(why)
 
     def _finish(self, works: list[Any]) -> torch.cuda.Event | None:
         """Waits for collectives: the thread in host memory; on CUDA the current stream does."""
@@ -330,7 +313,7 @@ class Gatherer:
 
     Args:
         core: what steps this rank's parts.
-        peers: the ranks, whose `open_data` was called.
+        peers: the ranks, with a group for weights.
         device: where the weights are.
     """
 
@@ -382,23 +365,16 @@ class Gatherer:
             partial(setattr, self, "bytes_received", bytes_received),
         ]
 
-    @contextlib.contextmanager
-    def decided(self) -> Iterator[None]:
-        """In this context a step is submitted, on which all ranks have decided.
+    def leave(self, why: str) -> None:
+        """This rank has left a step, before its submit: the others, which gather it, are told.
 
-        An error that ends it before the submit is told to the others, which wait for this rank.
+        Args:
+            why: the error by which it has.
         """
-        before = self._last[0]
-        try:
-            yield
-        except BaseException as error:
-            if self._last[0] is before:
-                why = f"{type(error).__name__}: {error}"
-                left = _GatheredStep([], None, {}, why)
-                # First: a step that nothing gathers would be waited for.
-                self._steps.put(left)
-                self._last[0] = left
-            raise
+        left = _GatheredStep([], None, {}, why)
+        # First: a step that nothing gathers would be waited for.
+        self._steps.put(left)
+        self._last[0] = left
 
     def wait(self, weights: Iterable[Any], streams: Iterable[int]) -> None:
         """`streams` wait for `weights` of the last step; the thread until they are enqueued.

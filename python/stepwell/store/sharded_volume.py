@@ -34,13 +34,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from stepwell._sharding import meshes
-from stepwell.ranks.peers import Peers
+from stepwell.ranks.collective import Ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from stepwell import _core
-    from stepwell.ranks.collective import Ranks
 
 __all__ = [
     "RUN_OF_ONE",
@@ -87,15 +86,11 @@ class CommonCommits:
         if ranks is None:
             commit()
             return
-        failure: Exception | None = None
-        with ranks.awaited():
-            try:
-                commit()
-            except (ValueError, OSError) as error:
-                failure = error
         try:
+            with ranks.awaited():
+                commit()
             # No rank goes on before all have committed.
-            ranks.tell_failure(failure)
+            ranks.meet()
         except (ValueError, OSError) as error:
             self._failure = str(error)
             raise
@@ -107,9 +102,9 @@ class CommonCommits:
 
 
 def ranks_of(
-    params: Iterable[torch.Tensor], *, commits: bool, known: Peers | None = None
-) -> Peers | None:
-    """The ranks that hold pieces of DTensors, which step together. Collective.
+    params: Iterable[torch.Tensor], *, commits: bool, known: Ranks | None = None
+) -> Ranks | None:
+    """The ranks that hold pieces of DTensors, which step together.
 
     Where some of them are on a mesh of all ranks, these are all ranks.
 
@@ -142,7 +137,7 @@ def ranks_of(
         (together,), group = of_meshes, found[0].get_group()
     if known is not None and tuple(sorted(known.ranks)) == together:
         return known
-    return Peers(group, gathers=False, instead="no `tier`")
+    return Ranks(group)
 
 
 def open_together(
@@ -163,15 +158,15 @@ def open_together(
         ValueError: as `make`; or the volumes are not those of one run, or commit other steps.
         OSError: as `make`; or another rank has failed.
     """
-    run, *_ = ranks.objects(secrets.randbits(_RUN_BITS))
+    run, *_ = ranks.meet(secrets.randbits(_RUN_BITS))
     core = _on_all(ranks, lambda: make(None, run), None)
     step = _BEGINNING if core is None else core.step or _BEGINNING
     before = None if core is None else core.step_before
     if step == _FIRST_STEP:
         before = _BEGINNING
     try:
-        _check_intervals(ranks.objects(commit_interval))
-        found = ranks.objects((step, before))
+        _check_intervals(ranks.meet(commit_interval))
+        found = ranks.meet((step, before))
         common = _common_step(found)
     except BaseException:
         close(core)
@@ -196,7 +191,7 @@ def open_together(
         core = _on_all(ranks, go_back, core)
     if common != _BEGINNING:
         try:
-            _check_runs(ranks.objects(None if core is None else core.resumed_run))
+            _check_runs(ranks.meet(None if core is None else core.resumed_run))
         except BaseException:
             close(core)
             raise
@@ -246,14 +241,11 @@ def _on_all(
     ranks: Ranks, make: Callable[[], _core.Swap | None], before: _core.Swap | None
 ) -> _core.Swap | None:
     """What `make` makes, where it fails on no rank; else what there is, or was `before`, ends."""
-    core, failure = before, None
-    with ranks.awaited():
-        try:
-            core = make()
-        except (ValueError, OSError) as error:
-            failure = error
+    core = before
     try:
-        ranks.tell_failure(failure)
+        with ranks.awaited():
+            core = make()
+        ranks.meet()
     except BaseException:
         close(core)
         raise
@@ -270,24 +262,20 @@ def close(core: _core.Swap | None) -> None:
         core.close(keep=core.counts is not None)
 
 
-def agree_on_counts(
-    ranks: Ranks, mine: Sequence[int | None], failure: Exception | None
-) -> list[int]:
+def agree_on_counts(ranks: Ranks, mine: Sequence[int | None]) -> list[int]:
     """How many updates each parameter has seen, of resumed volumes. Collective.
 
     Args:
         ranks: the ranks.
         mine: of each parameter, or partition, that the ranks share, the count; None: this rank has
             nothing of it.
-        failure: why this rank's volume cannot be read.
 
     Raises:
-        ValueError: `failure`; or the volumes have different counts.
-        OSError: likewise; or another rank has failed.
+        ValueError: the volumes have different counts.
+        OSError: another rank has failed.
     """
-    ranks.tell_failure(failure)
     counts = []
-    for each in zip(*ranks.objects(list(mine)), strict=True):
+    for each in zip(*ranks.meet(list(mine)), strict=True):
         found = {count for count in each if count is not None}
         if len(found) > 1:
             raise ValueError(

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
     from contextlib import AbstractContextManager
 
-    from stepwell.ranks.peers import Peers
+    from stepwell.ranks.collective import Ranks
     from stepwell.store.swap import Room
     from stepwell.store.twins import Twins
     from stepwell.store.volume import Volume
@@ -61,7 +61,7 @@ class Swapped:
     def __init__(self, volume: Volume, moments: str, threads: int | None) -> None:
         self.volume = volume
         # Those whose volumes are of one run; None: this one's is.
-        self._ranks: Peers | None = None
+        self._ranks: Ranks | None = None
         self._moments = moments
         self._threads = threads
         self._core: _core.Swap | None = None
@@ -278,24 +278,18 @@ class Swapped:
         if core_counts is None:
             return {}
         self.note_places()
-        failure: Exception | None = None
         states: dict[torch.Tensor, Any] = {}
         ranks = self._ranks
         with contextlib.nullcontext() if ranks is None else ranks.awaited():
-            try:
-                for param, count in zip(self._indices, core_counts, strict=True):
-                    if count:
-                        states[param] = self._resumed(param, weights[param])
-            except (ValueError, OSError) as error:
-                if ranks is None:
-                    raise
-                failure = error
+            for param, count in zip(self._indices, core_counts, strict=True):
+                if count:
+                    states[param] = self._resumed(param, weights[param])
         counts = dict.fromkeys(weights, 0) | dict(zip(self._indices, core_counts, strict=True))
         if ranks is not None:
             # Of plain parameters beside DTensors each rank has its own, and its own updates.
             common = [param for param in counts if meshes([param])]
             mine = [counts[param] if param in self._indices else None for param in common]
-            counts.update(zip(common, agree_on_counts(ranks, mine, failure), strict=True))
+            counts.update(zip(common, agree_on_counts(ranks, mine), strict=True))
         steps = max(counts.values(), default=0)
         for param, weight in weights.items():
             if count := counts[param] if param.numel() else steps:

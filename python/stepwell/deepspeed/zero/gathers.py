@@ -19,7 +19,6 @@ from stepwell.ranks.gathering import Gatherer, Piece, bytes_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
-    from contextlib import AbstractContextManager
     from functools import partial
 
     from stepwell.deepspeed.zero.partitions import Partitions
@@ -44,7 +43,8 @@ class GatheredUploads(Uploads):
     def __init__(self, partitions: Partitions, peers: Peers) -> None:
         self._partitions = partitions
         self._world_size = peers.world_size
-        self._gatherer: Gatherer = partitions.gather(peers)
+        self.gatherer: Gatherer = partitions.gather(peers)
+        """The thread that gathers them."""
 
     def wait(self, params: Iterable[torch.Tensor], /) -> bool:
         """The current stream and the step's stream wait for the new weights of `params`.
@@ -54,7 +54,7 @@ class GatheredUploads(Uploads):
         # Read before the wait: a step may be submitted on another thread meanwhile.
         engine = self._partitions.engine
         started, is_last_step = time.perf_counter(), engine.is_last_step
-        self._gatherer.wait(map(id, params), engine.streams)
+        self.gatherer.wait(map(id, params), engine.streams)
         engine.seconds_waited += time.perf_counter() - started
         return is_last_step
 
@@ -64,11 +64,7 @@ class GatheredUploads(Uploads):
         Raises:
             OSError: one is not.
         """
-        self._gatherer.confirm()
-
-    def decided(self) -> AbstractContextManager[None]:
-        """As `Gatherer.decided`."""
-        return self._gatherer.decided()
+        self.gatherer.confirm()
 
     def finish(self) -> None:
         """Waits until all of them are gathered, and what they were read from may be written."""
@@ -89,7 +85,7 @@ class GatheredPersistents(GatheredUploads):
             parts = whole.chunk(self._world_size)
             pieces.append(Piece(group, begin, begin + numel, parts, whole, bytes_of(source)))
         places = {id(param): nth for nth, param in enumerate(uploads)}
-        return self._gatherer.submission(pieces, places)
+        return self.gatherer.submission(pieces, places)
 
 
 class GatheredWeights(GatheredUploads):
@@ -137,7 +133,7 @@ class GatheredWeights(GatheredUploads):
                 begin = nth * _BUCKET_LEN
                 pieces.append(Piece(group, begin, min(begin + _BUCKET_LEN, numel), cut))
             places.update((key, first + nth) for key, nth in self._buckets[group].items())
-        return self._gatherer.submission(pieces, places)
+        return self.gatherer.submission(pieces, places)
 
 
 def _last_bucket(param: torch.Tensor, parts: Sequence[torch.Tensor]) -> int:

@@ -25,7 +25,7 @@ from stepwell._budget import announce
 from stepwell._tensors import tensor_on, view
 from stepwell.deepspeed.zero.adjacent import runs
 from stepwell.deepspeed.zero.fragment import Fragment
-from stepwell.deepspeed.zero.norm_round import NORM_DTYPE, WIDE_NORM_DTYPE
+from stepwell.ranks.agreement import NORM_DTYPE, WIDE_NORM_DTYPE
 from stepwell.store import adder
 from stepwell.store.adder import Adder, norm_of, norms_of
 

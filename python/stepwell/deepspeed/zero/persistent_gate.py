@@ -9,7 +9,6 @@ it they are gathered, in memory of the step. What it reads of them, and the prog
 
 from __future__ import annotations
 
-import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,11 +20,11 @@ from stepwell.deepspeed.zero.persistent import PersistentUploads, Upload
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from contextlib import AbstractContextManager
     from functools import partial
 
     from stepwell.deepspeed.zero.fragment import Fragment
     from stepwell.deepspeed.zero.partitions import Partitions
+    from stepwell.ranks.gathering import Gatherer
     from stepwell.ranks.peers import Peers
 
 __all__ = ["PersistentGate"]
@@ -60,13 +59,9 @@ class PersistentGate:
         self._gate.attach(self._fragments, self._gathers or self._uploads)
 
     @property
-    def is_gathered(self) -> bool:
-        """Whether several ranks gather them."""
-        return self._gathers is not None
-
-    def decided(self) -> AbstractContextManager[None]:
-        """A context in which a step is taken that all ranks have decided on."""
-        return contextlib.nullcontext() if self._gathers is None else self._gathers.decided()
+    def gatherer(self) -> Gatherer | None:
+        """What gathers them on several ranks; None: nothing does."""
+        return None if self._gathers is None else self._gathers.gatherer
 
     def uploads(
         self, weights: Sequence[torch.Tensor], masters: Sequence[torch.Tensor]

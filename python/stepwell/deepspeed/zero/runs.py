@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from stepwell._streams import current_stream
-from stepwell.deepspeed.zero.norm_round import NORM_DTYPE, WIDE_NORM_DTYPE
+from stepwell.ranks.agreement import NORM_DTYPE, WIDE_NORM_DTYPE
 from stepwell.store.adder import norm_of
 
 if TYPE_CHECKING:

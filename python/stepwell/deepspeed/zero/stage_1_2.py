@@ -20,9 +20,7 @@ the host's waits for every parameter's norm and overflow.
 
 from __future__ import annotations
 
-import contextlib
 import math
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,18 +43,16 @@ from stepwell.deepspeed.zero.backward import Backward
 from stepwell.deepspeed.zero.exposure import Exposure
 from stepwell.deepspeed.zero.fragment import Fragment
 from stepwell.deepspeed.zero.gathers import GatheredWeights
-from stepwell.deepspeed.zero.norm_round import NormRound
 from stepwell.deepspeed.zero.operands import Operands, global_norm, gradient_scale
 from stepwell.deepspeed.zero.partition import Partition, without_data
 from stepwell.deepspeed.zero.partitions import Partitions, PartitionWork
 from stepwell.deepspeed.zero.swapped import commit_last_step, swapped_on
 from stepwell.deepspeed.zero.timers import stop_all
-from stepwell.deepspeed.zero.told_steps import ToldSteps
+from stepwell.ranks.agreement import Agreement
 from stepwell.ranks.peers import Peers
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
-    from contextlib import AbstractContextManager
 
     from stepwell.deepspeed.plan import Plan
     from stepwell.deepspeed.zero.operands import Operand
@@ -87,27 +83,29 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         self._plan = plan
         self._operands = Operands(init_optimizer, dist.get_rank())
         self._gate: Gate | None = None
-        # Of several ranks: they gather behind the step, or at its end.
+        # Of several ranks that gather behind the step, and not at its end.
         self._gathers: GatheredWeights | None = None
-        self._told_steps: ToldSteps | None = None
         self._backward = Backward()
-        self._norm_round = NormRound()
         # Whether every use of what the last step writes waits.
         self._is_guarded = False
         # The engine pins what crosses the bus, and nothing else has to be.
         config = offload_optimizer_config.model_copy(update={"pin_memory": False, "device": "cpu"})
         super().__init__(init_optimizer, *args, offload_optimizer_config=config, **kwargs)
+        device = self._partitions.device
+        peers: Peers | None = None
         if not self._is_alone:
             # What is deferred is gathered with a later step.
             gathers = self._plan.gate == "module" and self._plan.zenflow is None
-            peers = Peers(
-                self.dp_process_group, gathers=gathers, instead='"stepwell": {"engine": false}'
-            )
+            instead = '"stepwell": {"engine": false}'
+            peers = Peers(self.dp_process_group, device if gathers else None, instead=instead)
             if gathers:
-                peers.open_data(self._partitions.device)
                 self._gathers = GatheredWeights(self._partitions, peers, self.bit16_groups)
-            else:
-                self._told_steps = ToldSteps(peers)
+        self._agreement = Agreement(
+            self.dp_process_group,
+            device,
+            gatherer=None if self._gathers is None else self._gathers.gatherer,
+            peers=peers,
+        )
         # No weight is read by what DeepSpeed's optimizer holds, but in methods that wait.
         self._exposure = Exposure(self.bit16_groups_flat)
 
@@ -430,8 +428,7 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             # A rank whose last step has failed tells the others now, and all raise. None writes a
             # step before all have committed the last one.
             self.synchronize()
-        if self._told_steps is not None:
-            self._told_steps.check()
+        self._agreement.check()
         try:
             self.timers(OPTIMIZER_GRADIENTS_TIMER).start()
             norm = self._norm()
@@ -446,7 +443,7 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
                 self._global_grad_norm: Any = math.inf
                 self._skip()
                 return
-            with self._decided():
+            with self._agreement.decided():
                 self._global_grad_norm = global_norm(norm, scale)
                 self._apply(gradient_scale(norm, scale, self.clip_grad))
             # An interrupt here drops them as well: what is left would be added to the next.
@@ -465,8 +462,7 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
 
     def _norm(self) -> float:
         """The norm of all gradients since the last step, of all ranks. None has a step running."""
-        is_alone = self._is_alone
-        with self._norm_round.awaited(self._add_up, self._partitions.device, is_alone=is_alone):
+        with self._agreement.awaited():
             self._check_used()
             # A program may step on another stream than it has had the backward on.
             self._order_reductions()
@@ -477,11 +473,6 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         device = self._partitions.device
         if device.type == "cuda" and self.overlap_comm:
             torch.cuda.current_stream(device).wait_stream(self.reduction_stream)
-
-    def _decided(self) -> AbstractContextManager[None]:
-        """A context in which a step is taken that all ranks have decided on."""
-        tells = self._gathers or self._told_steps
-        return contextlib.nullcontext() if tells is None else tells.decided()
 
     def _gather_weights(self) -> None:
         """Every rank gets the weights of all partitions: a collective."""
@@ -534,15 +525,7 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         if self.local_overflow:
             # Found in a gradient that was set.
             squares.fill_(math.inf)
-        if self._is_alone:
-            return float(squares)
-        # Filled on the device: a number that is copied there would be waited for.
-        sums = torch.stack((squares, squares.new_full((), self._norm_round.meet())))
-        dist.all_reduce(sums, op=dist.ReduceOp.SUM, group=self.dp_process_group)
-        # One copy to the host, for which it waits.
-        squared_norm, num_failed = sums.tolist()
-        self._norm_round.check(num_failed, squared_norm)
-        return float(squared_norm)
+        return self._agreement.add_up(squares)
 
     def _skip(self) -> None:
         self._drop_gradients()
@@ -591,8 +574,7 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         at_once = self._guard(operands)
         prepared = partitions.prepare(operands, self._weights())
         begun = self._operands.begun(operands.values())
-        if self._told_steps is not None:
-            begun.append(partial(setattr, self._told_steps, "is_taken", True))
+        begun.append(self._agreement.taking)
         if self._gathers is not None:
             weights = self.parallel_partitioned_bit16_groups
             begun += self._gathers.submission(partitions.order, weights)
@@ -717,4 +699,5 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
                 self._partitions.end()
         # Where the partitions have ended, the thread that gathers ends with them.
         self._gate = self._gathers = None
+        self._agreement.end()
         super().destroy()

@@ -31,7 +31,6 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from functools import partial
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
@@ -50,18 +49,17 @@ from stepwell.deepspeed.zero.backward import Backward
 from stepwell.deepspeed.zero.device_share import DeviceShare
 from stepwell.deepspeed.zero.fragment import Fragment
 from stepwell.deepspeed.zero.gradients import Gradients
-from stepwell.deepspeed.zero.norm_round import NormRound
 from stepwell.deepspeed.zero.operands import Operands, global_norm, gradient_scale
 from stepwell.deepspeed.zero.partition import Partition, without_data
 from stepwell.deepspeed.zero.partitions import Partitions, PartitionWork
 from stepwell.deepspeed.zero.persistent_gate import PersistentGate
 from stepwell.deepspeed.zero.prefetch import bound_prefetch, is_little_ahead
-from stepwell.deepspeed.zero.step_round import StepRound
 from stepwell.deepspeed.zero.sub_group_gradients import SubGroupGradients
 from stepwell.deepspeed.zero.swapped import commit_last_step, swapped_on
 from stepwell.deepspeed.zero.timers import stop_all
 from stepwell.deepspeed.zero.touched import TouchedMemory
 from stepwell.deepspeed.zero.unreduced import UnreducedGradients
+from stepwell.ranks.agreement import Agreement
 from stepwell.ranks.peers import Peers
 
 if TYPE_CHECKING:
@@ -97,7 +95,6 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
     ) -> None:
         self._plan = plan
         self._backward = Backward()
-        self._norm_round = NormRound()
         self._operands = Operands(init_optimizer, dist.get_rank())
         # From a step to the backward that follows.
         self._is_after_step = False
@@ -128,12 +125,6 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         if self._plan.is_resumed:
             self._operands.resume(self._partitions.resumed, self.fp32_partitioned_groups_flat)
             self._release_and_gather()
-        ranks = self.dp_process_group
-        self._round = StepRound(
-            self._norm_round,
-            dist.get_world_size(group=ranks),
-            partial(dist.all_reduce, op=dist.ReduceOp.SUM, group=ranks),
-        )
         if self._fetcher is not None:
             self._fetcher.has_step_ended = self._partitions.has_ended
         elif self._is_gated:
@@ -141,9 +132,16 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         fragments = self._persistent_fragments() if self._is_gated else {}
         peers: Peers | None = None
         if fragments and not self._is_alone:
-            peers = Peers(self.dp_process_group, instead='"stepwell": {"gate": "step"}')
-            peers.open_data(self._partitions.device)
+            instead = '"stepwell": {"gate": "step"}'
+            peers = Peers(self.dp_process_group, self._partitions.device, instead=instead)
         self._persistent = PersistentGate(fragments, self._partitions, peers)
+        self._agreement = Agreement(
+            self.dp_process_group,
+            self._partitions.device,
+            gatherer=self._persistent.gatherer,
+            order=None if self._fetcher is None else self._fetcher.gather_order,
+            forget_order=None if self._fetcher is None else self._fetcher.forget_order,
+        )
 
     def watch(self, module: torch.nn.Module) -> None:
         """Forwards of `module` are those that use the parameters."""
@@ -561,28 +559,23 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         """Steps all partitions, or skips the step if a gradient is not finite."""
         # Not told: the others are still in the backward that this rank has left.
         self._backward.check()
-        if self._persistent.is_gathered:
+        if self._persistent.gatherer is not None:
             # A rank whose last step has failed tells the others now, and all raise.
             self._partitions.finish()
-        is_alone, device = self._is_alone, self._partitions.device
-        awaited = self._norm_round.awaited(self._add_up, device, is_alone=is_alone)
         try:
             scale = float(self.loss_scale)
-            with awaited:
+            with self._agreement.awaited():
                 if self._share:
                     # The device may have refused its share of the last step, after the others'.
                     self._partitions.finish()
                 self._pre_step()
                 self._partition_all_parameters()
-                if self._operands.swapped is not None and not is_alone:
+                if self._operands.swapped is not None and not self._is_alone:
                     # No rank writes a step before all have committed the last one.
                     self._partitions.finish()
                 # A program may step on another stream than it has had the backward on.
                 self._order_reductions()
                 norm = self._partitions.gradients.norm(self._add_up)
-            self._round.check_left()
-            if self._fetcher is not None:
-                self._round.check_gathered(self._fetcher.forget_order)
             self.overflow = not math.isfinite(norm)
             self._update_scale(self.overflow)
             if self.overflow:
@@ -591,8 +584,7 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
                 # It has called `zero_grad`, which keeps complete ones.
                 self._drop_gradients()
                 return
-            with self._persistent.decided():
-                self._round.has_left = True
+            with self._agreement.decided():
                 self._global_grad_norm = global_norm(norm, scale)
                 self.timers(OPTIMIZER_STEP_TIMER).start()
                 self._apply(gradient_scale(norm, scale, self.clip_grad))
@@ -612,10 +604,9 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
             torch.cuda.current_stream(device).wait_stream(self.reduce_and_partition_stream)
 
     def _add_up(self, squares: torch.Tensor) -> float:
-        """The sum of this rank's squared norm and those of the others, as `StepRound.add_up`."""
+        """The sum of this rank's squared norm and those of the others."""
         squares += self._share.squares()
-        gathered = [] if self._fetcher is None else self._fetcher.gather_order.end()
-        return self._round.add_up(squares, gathered)
+        return self._agreement.add_up(squares)
 
     def _apply(self, grad_scale: float) -> None:
         partitions, share = self._partitions, self._share
@@ -639,7 +630,7 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         self._persistent.open(uploads, is_protected=is_protected)
         self._set_after_step(is_after=True)
         begun = self._operands.begun(operands.values())
-        begun.append(partial(setattr, self._round, "has_left", False))
+        begun.append(self._agreement.taking)
         begun += self._persistent.submission(uploads)
         for group in operands.keys() - hosted.keys():
             begun += share.step_of(group, operands[group], weights[group], grad_scale)
@@ -683,6 +674,7 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
     def destroy(self) -> None:
         """Ends the use of the device, and frees the host memory of gradients and uploads."""
         self._persistent.end()
+        self._agreement.end()
         self._partitions.end()
         self._share.end()
         super().destroy()

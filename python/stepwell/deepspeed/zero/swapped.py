@@ -43,7 +43,7 @@ from stepwell._tensors import view
 from stepwell.access.under_way import without_waiting
 from stepwell.access.writes import Written, forget, remember
 from stepwell.deepspeed.zero.mapped import MappedState
-from stepwell.ranks.collective import WholeWorld
+from stepwell.ranks.collective import Ranks
 from stepwell.store.places import addresses_for
 from stepwell.store.sharded_volume import (
     RUN_OF_ONE,
@@ -205,14 +205,14 @@ class SwappedPartitions:
         self, make: Callable[[int | None, int], _core.Swap | None], count: int
     ) -> _core.Swap | None:
         """As `sharded_volume.open_together`, of `count` partitions on each rank."""
-        ranks = WholeWorld()
+        ranks = Ranks()
         core = open_together(ranks, make, commit_interval=self._volume.steps_per_commit)
         # Of new volumes none is at a step, on all ranks.
         if core is not None and core.step is not None:
             counts = core.counts or []
             try:
                 mine = [None if nth is None else counts[nth] for nth in self.indices(count)]
-                agree_on_counts(ranks, mine, None)
+                agree_on_counts(ranks, mine)
             except BaseException:
                 close(core)
                 raise
@@ -349,7 +349,7 @@ class SwappedPartitions:
             write_weights_behind(self._core, _host_sides(self._held, self._weights))
             self._core.commit()
 
-        self._common_commits.make(None if self._rank is None else WholeWorld(), commit)
+        self._common_commits.make(None if self._rank is None else Ranks(), commit)
 
     def check(self) -> None:
         """Raises OSError if a commit that ranks make together has failed on one of them."""
