@@ -189,7 +189,7 @@ def test_what_was_interrupted_is_copied_by_the_next_launch(lane, engine, monkeyp
 
 @pytest.fixture
 def partitions(device, monkeypatch):
-    monkeypatch.setattr(Partitions, "_lane", lambda self, **_: CudaLane(CPU, self._engine))
+    monkeypatch.setattr(Partitions, "_lane", lambda self, **_: CudaLane(CPU, self.engine.core))
     held = torch.empty(0, requires_grad=True)
     weight = torch.ones(40)
     return Partitions([Partition(held, weight, torch.float32, 0, False)], device=CPU, threads=1)
@@ -225,5 +225,6 @@ def test_a_gradient_of_a_dropped_step_is_not_of_the_next(partitions):
     partitions.drop()
     gradients.add(Fragment(0, 4, 2), torch.ones(2), is_owned=True)
     assert gradients.norm(float) == pytest.approx(2**0.5)
-    (grad,) = partitions.stepped_grads()
+    partitions.gradients.complete(partitions.engine.core)
+    (grad,) = partitions.gradients.grads
     assert grad.tolist() == [0.0] * 4 + [1.0] * 2 + [0.0] * 34

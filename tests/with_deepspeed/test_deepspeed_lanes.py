@@ -202,9 +202,9 @@ def test_a_failed_copy_refuses_the_step_and_not_those_behind_it(partitions, trai
         patched.setattr(Stream, "wait_event", fail)
         send(partitions)
         with pytest.raises(RuntimeError, match="no memory"):
-            partitions.prepare([], [], [], grad_scale=1.0)
+            partitions.prepare({}, [])
     # As the optimizers do behind a step that has raised.
-    partitions.settle()
+    partitions.end_left_step()
     partitions.drop()
     send(partitions)
     make(training)

@@ -3,15 +3,13 @@
 Partitions are stepped by the core as the engine steps them, beside torch's optimizers or ours.
 """
 
-import _thread
-import signal
 from functools import partial
 
 import pytest
 import stepwell
 import torch
 from optim_cases import CODECS, bits
-from stepwell import _core
+from partition_cases import opened
 from stepwell.deepspeed.native import adam
 from stepwell.deepspeed.zero.device_share import DeviceShare
 from stepwell.deepspeed.zero.fragment import Fragment
@@ -22,6 +20,7 @@ from stepwell.deepspeed.zero.operands import (
     is_torchs,
     obstacle_of,
 )
+from stepwell.deepspeed.zero.partition import Partition
 from torch.nn import Parameter
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
@@ -128,27 +127,24 @@ def test_what_would_not_be_called_is_an_obstacle():
 # ---- steps ----
 
 
-def step(operands, grad_scale=1.0):
-    """What the engine does with operands of one optimizer."""
-    owner, found = operands
-    calls = [
-        partial(
-            _core.adam_step, [each.tensor], steps=[each.step], hyper=each.hyper.core(grad_scale)
-        )
-        for each in found
-        if each.tensor is not None
-    ]
-    owner.commit(found, calls)
-
-
 GROUP = {"lr": 0.02, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
 
 
-def stepped(optimizer, param, steps=3, **more):
-    operands = Operands(optimizer, rank=0)
+def stepped(optimizer, param, steps=3, *, twin=None, rank=0, ordinal=0):
+    """The parameter as the only partition of an engine, once that has stepped it."""
+    weight = torch.zeros(param.numel(), dtype=torch.bfloat16) if twin is None else twin
+    partitions = opened(Partition(param, weight, torch.float32, 0))
+    operands, fragment = Operands(optimizer, rank), Fragment(0, 0, param.numel())
     for index in range(steps):
         grad = torch.linspace(1, 3, param.numel()) * (index + 1)
-        step((operands, [operands.of(0, 0, param, grad, more.get("twin"))]))
+        partitions.gradients.collect(fragment, grad, is_owned=True, is_last=True)
+        partitions.end_last_step()
+        found = {0: operands.of(0, ordinal, param)}
+        prepared = partitions.prepare(found, [weight])
+        partitions.submit(prepared, grad_scale=1.0, begun=operands.begun(found.values()))
+        operands.note_step()
+        partitions.forget()
+    partitions.complete()
     return param
 
 
@@ -202,9 +198,9 @@ def test_moments_are_held_as_the_optimizer_says(moments):
 
 @pytest.mark.parametrize("is_fp32", [True, False])
 def test_moments_of_16_bit_partitions_are_as_deepspeed_is_told(is_fp32):
-    param, grad = parameter(dtype=torch.bfloat16), torch.ones(37, dtype=torch.bfloat16)
+    param = parameter(dtype=torch.bfloat16)
     optimizer = CPUAdam([param], fp32_optimizer_states=is_fp32)
-    state = Operands(optimizer, 0).of(0, 0, param, grad, None).state
+    state = Operands(optimizer, 0).of(0, 0, param).state
     for name in ("exp_avg", "exp_avg_sq"):
         assert state[name].dtype == (torch.float32 if is_fp32 else torch.bfloat16)
 
@@ -214,11 +210,7 @@ def test_ranks_and_partitions_round_in_their_own_ways():
     for rank, ordinal in ((0, 0), (0, 1), (1, 0), (0, 0)):
         param = parameter(1000)
         optimizer = stepwell.AdamW([param], moments="bf16")
-        operands = Operands(optimizer, rank)
-        # An operand does not hold its gradient: the engine does.
-        grad = torch.linspace(1, 3, 1000)
-        for _ in range(3):
-            step((operands, [operands.of(0, ordinal, param, grad, None)]))
+        stepped(optimizer, param, rank=rank, ordinal=ordinal)
         found.append(optimizer.state[param]["exp_avg"].view(torch.int16))
     same = [torch.equal(found[0], each) for each in found]
     assert same == [True, False, False, True]
@@ -228,10 +220,7 @@ def test_ranks_and_partitions_round_in_their_own_ways():
 def test_an_empty_partition_is_counted_and_not_stepped(make):
     param = parameter(0)
     optimizer = make([param])
-    operands = Operands(optimizer, rank=0)
-    operand = operands.of(0, 0, param, torch.zeros(0), None)
-    assert operand.tensor is None
-    step((operands, [operand]))
+    stepped(optimizer, param, steps=1)
     assert int(optimizer.state[param]["step"]) == 1
 
 
@@ -253,49 +242,28 @@ def test_options_of_torch_s_that_come_later_are_refused():
     with pytest.raises(
         ValueError, match=r"`amsgrad` is set for the group of partition 7(.|\n)*hint"
     ):
-        Operands(optimizer, 0).of(0, 7, param, torch.ones(37), None)
+        Operands(optimizer, 0).of(0, 7, param)
     assert not optimizer.state
 
 
-def test_a_submission_that_fails_counts_nothing():
-    param = parameter()
-    optimizer = torch.optim.AdamW([param])
+def test_states_that_share_a_count_count_once():
+    """As a universal checkpoint leaves them."""
+    params = [parameter(), parameter()]
+    optimizer = torch.optim.AdamW(params)
+    count = torch.tensor(4.0)
+    for param in params:
+        moments = {name: torch.zeros(37) for name in ("exp_avg", "exp_avg_sq")}
+        optimizer.state[param] = {"step": count, **moments}
+    weights = [torch.zeros(37, dtype=torch.bfloat16) for _ in params]
+    partitions = opened(
+        *(Partition(*each, torch.float32, 0) for each in zip(params, weights, strict=True))
+    )
     operands = Operands(optimizer, 0)
-    operand = operands.of(0, 0, param, torch.ones(37), None)
-
-    def fail():
-        raise OSError("the device is gone")
-
-    with pytest.raises(OSError, match="the device is gone"):
-        operands.commit([operand], [partial(fail)])
-    assert not optimizer.state
-    assert not getattr(optimizer, "_opt_called", False)
-
-
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, CPUAdam, stepwell.AdamW])
-def test_ctrl_c_during_the_submit_comes_when_all_is_counted(kind):
-    params = [parameter() for _ in range(3)]
-    options = GROUP if kind is CPUAdam else {}
-    optimizer = kind(params, **options)
-    operands = Operands(optimizer, 0)
-    stepped = [operands.of(0, nth, param, torch.ones(37), None) for nth, param in enumerate(params)]
-    # Not SIGINT, which workers of pytest ignore. It is seen where Python code goes on.
-    kept = signal.signal(signal.SIGUSR1, signal.default_int_handler)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            operands.commit(stepped, [partial(_thread.interrupt_main, signal.SIGUSR1)])
-    finally:
-        signal.signal(signal.SIGUSR1, kept)
-    assert [int(optimizer.state[param]["step"]) for param in params] == [1, 1, 1]
-
-
-@pytest.mark.parametrize("grad_scale", [1.0, 0.5])
-def test_the_calls_of_the_device_are_none_of_python(grad_scale):
-    share, param = DeviceShare({0: torch.zeros(37)}), parameter()
-    operand = Operands(CPUAdam([param], **GROUP), 0).on_device(0, param)
-    calls = share.step_of(0, operand, torch.zeros(37), grad_scale)
-    assert len(calls) == 2 + (grad_scale != 1.0)
-    assert not any(hasattr(call.func, "__code__") for call in calls)
+    found = {group: operands.of(0, group, param) for group, param in enumerate(params)}
+    prepared = partitions.prepare(found, weights)
+    partitions.submit(prepared, grad_scale=1.0, begun=operands.begun(found.values()))
+    partitions.complete()
+    assert [int(optimizer.state[param]["step"]) for param in params] == [5, 5]
 
 
 @pytest.mark.parametrize("register", ["register_step_pre_hook", "register_step_post_hook"])
@@ -305,9 +273,9 @@ def test_hooks_that_come_later_are_told_of_once(register, caplog):
     stepped(optimizer, param)
     assert not caplog.messages
     getattr(optimizer, register)(lambda *_: None)
-    operands, grad = Operands(optimizer, 0), torch.ones(37)
+    operands = Operands(optimizer, 0)
     for _ in range(2):
-        step((operands, [operands.of(0, 0, param, grad, None)]))
+        operands.note_step()
     (said,) = caplog.messages
     assert "step hooks of the optimizer `AdamW` are not called" in said
 
@@ -376,9 +344,7 @@ def test_the_sum_goes_on_as_if_nothing_had_been_set_between_backwards():
 def test_the_share_of_the_device():
     param = parameter()
     optimizer = CPUAdam([param], adam_w_mode=False, **GROUP)
-    operands = Operands(optimizer, 0)
-    operand = operands.on_device(0, param)
-    assert (operand.tensor, operand.step) == (None, 1)
+    operand = Operands(optimizer, 0).on_device(0, param)
     assert not operand.hyper.decoupled
     assert operand.hyper.lr == GROUP["lr"]
     for name in ("exp_avg", "exp_avg_sq"):
@@ -386,7 +352,3 @@ def test_the_share_of_the_device():
         assert moment.shape == param.shape
         assert not moment.any()
         assert not moment.requires_grad
-    operands.commit([operand], [])
-    again = operands.on_device(0, param)
-    assert again.step == 2
-    assert again.state["exp_avg"] is operand.state["exp_avg"]

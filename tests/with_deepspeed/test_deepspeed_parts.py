@@ -149,7 +149,7 @@ class Steps:
         self.waited, self.finished = [], 0
         self.is_last_step = True
 
-    def wait(self, fragments):
+    def wait_for(self, fragments):
         self.waited += fragments
         return self.is_last_step
 
@@ -211,15 +211,11 @@ class Gathered:
 
     def __init__(self):
         self.noted = []
-        self.step_stream = 3
-        self.seconds_waited = 0.5
+        self.engine = SimpleNamespace(is_last_step=True, seconds_waited=0.5, streams={1, 3})
 
     def gather(self, peers):
         self.noted.append(peers)
         return self
-
-    def streams(self, step_stream):
-        return {1, step_stream}
 
     def wait(self, weights, streams):
         self.noted.append((list(weights), streams))
@@ -246,9 +242,9 @@ def test_weights_of_several_ranks_are_waited_for(monkeypatch):
     weights = [torch.zeros(1), torch.zeros(1)]
     assert found.wait(weights) is True
     assert partitions.noted == [peers, ([id(each) for each in weights], {1, 3})]
-    partitions.step_stream = None
+    partitions.engine.is_last_step = False
     assert found.wait([]) is False
-    assert partitions.seconds_waited == 0.5 + 2
+    assert partitions.engine.seconds_waited == 0.5 + 2
     partitions.noted.clear()
     found.confirm()
     found.finish()
