@@ -18,7 +18,6 @@ from fingerprints import RELEASES, ROOT
 
 FOLDER = ROOT / "target/versions"
 
-# Also where ZeRO is DeepSpeed's own path on Stepwell's kernels.
 DEEPSPEED_TESTS = (
     "versions",
     "register",
@@ -27,8 +26,6 @@ DEEPSPEED_TESTS = (
     "native",
     "checkpoints",
     "corpus",
-)
-ENGINE_TESTS = (
     "offload",
     "offload_param",
     "options",
@@ -44,8 +41,6 @@ ENGINE_TESTS = (
     "zenflow_engine",
     "world",
 )
-# The releases before the last on which ZeRO is on the engine.
-ENGINE_RELEASES = ("0.19.7",)
 TORCH_TESTS = (
     "optim",
     "optim_torch",
@@ -64,10 +59,7 @@ TORCH_TESTS = (
 )
 CELLS = {
     **{
-        f"deepspeed=={release}": [
-            f"deepspeed_{name}"
-            for name in DEEPSPEED_TESTS + (ENGINE_TESTS if release in ENGINE_RELEASES else ())
-        ]
+        f"deepspeed=={release}": [f"deepspeed_{name}" for name in DEEPSPEED_TESTS]
         for release in RELEASES[:-1]
     },
     "torch==2.11.*": list(TORCH_TESTS),

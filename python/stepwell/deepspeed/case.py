@@ -118,6 +118,19 @@ class Case(NamedTuple):
         return bool(sums == torch.float32 and dtypes != {torch.float32})
 
     @property
+    def is_compressed(self) -> bool:
+        """Whether weights are quantized or pruned behind steps (`compression_training`)."""
+        # Refused since DeepSpeed 0.19.7; before, the engine puts an empty block there.
+        return bool(said(self.engine, "compression_training"))
+
+    @property
+    def is_sharded_in_groups(self) -> bool:
+        """Whether each of several groups of ranks has all weights (MiCS)."""
+        # Refused since DeepSpeed 0.19.7.
+        zero = self.engine._config.zero_config
+        return self.stage == STAGE_3 and getattr(zero, "mics_shard_size", 0) > 0
+
+    @property
     def corrects_quantized(self) -> bool:
         """Whether what quantized gradients have lost is added to the next ones (LoCo)."""
         # Gone since DeepSpeed 0.19.8.
@@ -240,8 +253,6 @@ class Case(NamedTuple):
             "torch_autocast": bool(is_autocast_initialized()),
             # Parameters have partitions in a second group.
             "zero_hpz_partition_size": zero.zero_hpz_partition_size > 1,
-            # Gone since DeepSpeed 0.19.8.
-            "mics_shard_size": getattr(zero, "mics_shard_size", 0) > 0,
             "stage3_use_all_reduce_for_fetch_params": zero.use_all_reduce_for_fetch_params,
         }
         why = next((name for name, is_there in found.items() if is_there), None)
