@@ -37,6 +37,7 @@ DEEPSPEED_TESTS = (
     "torch_adam",
     "twin_flow",
     "fetch",
+    "late",
     "nvme",
     "zenflow_engine",
     "world",
