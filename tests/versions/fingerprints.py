@@ -7,6 +7,7 @@ them. Which methods count follows from the sources of Stepwell's classes and Dee
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import subprocess
 import sys
@@ -59,12 +60,6 @@ GUARDED = {
 }
 """Methods that a class of these calls only with the releases that have them."""
 
-LEFT_OUT = {
-    "OffloadZeroOptimizer": {"0.19.6"},
-    "OffloadZeroOptimizerStage3": {"0.19.6"},
-}
-"""Releases that a class of these is not used with: not all of its tests have passed there."""
-
 # What puts ours in the place of DeepSpeed's.
 MAKER = "_configure_zero_optimizer"
 
@@ -86,9 +81,13 @@ def methods_of(source, name):
 
 
 def own_methods(file, name):
-    """The methods that a class of Stepwell's defines."""
+    """The methods that a class of Stepwell's defines, with those of its subclass."""
     path = ROOT / f"python/stepwell/deepspeed/zero/{file}.py"
-    return methods_of(path.read_text(), name)[0]
+    methods = methods_of(path.read_text(), name)[0]
+    if name in SUBCLASSES:
+        for method, functions in own_methods(*SUBCLASSES[name]).items():
+            methods[method] = methods.get(method, []) + functions
+    return methods
 
 
 def with_bases(read, module, name):
@@ -118,6 +117,11 @@ def required(ours, theirs):
         for name in accessed(functions, "self", "super()") & theirs.keys()
     }
     return ours.keys() & theirs.keys(), called
+
+
+def needed(name, ours, theirs):
+    """The methods that every release has to have, as one release shows it."""
+    return set().union(*required(ours, theirs)) - GUARDED.get(name, set())
 
 
 def digests(ours, theirs, engine):
@@ -152,11 +156,8 @@ def tables(readers):
     found = {}
     for (file, name), theirs in CLASSES.items():
         ours = own_methods(file, name)
-        if name in SUBCLASSES:
-            for method, functions in own_methods(*SUBCLASSES[name]).items():
-                ours[method] = ours.get(method, []) + functions
         known = {release: with_bases(read, *theirs) for release, read in readers.items()}
-        needed = set().union(*(set().union(*required(ours, methods)) for methods in known.values()))
+        needs = set().union(*(needed(name, ours, methods) for methods in known.values()))
         found[name] = {
             release: dict(
                 zip(
@@ -166,8 +167,7 @@ def tables(readers):
                 )
             )
             for release, methods in known.items()
-            if needed - GUARDED.get(name, set()) <= methods.keys()
-            and release not in LEFT_OUT.get(name, set())
+            if needs <= methods.keys()
         }
     return found
 
@@ -181,6 +181,7 @@ def sources(release):
         command += ["--no-build-isolation", "--disable-pip-version-check", "-d", str(DOWNLOADS)]
         subprocess.run([*command, f"deepspeed=={release}"], check=True, timeout=600)
 
+    @functools.cache
     def read(module):
         with tarfile.open(archive) as files:
             member = f"deepspeed-{release}/{module.replace('.', '/')}.py"

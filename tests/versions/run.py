@@ -18,7 +18,6 @@ from fingerprints import RELEASES, ROOT
 
 FOLDER = ROOT / "target/versions"
 
-# Also where ZeRO is DeepSpeed's own path on Stepwell's kernels.
 DEEPSPEED_TESTS = (
     "versions",
     "register",
@@ -27,8 +26,6 @@ DEEPSPEED_TESTS = (
     "native",
     "checkpoints",
     "corpus",
-)
-ENGINE_TESTS = (
     "offload",
     "offload_param",
     "options",
@@ -40,12 +37,11 @@ ENGINE_TESTS = (
     "torch_adam",
     "twin_flow",
     "fetch",
+    "late",
     "nvme",
     "zenflow_engine",
     "world",
 )
-# The releases before the last on which ZeRO is on the engine.
-ENGINE_RELEASES = ("0.19.7",)
 TORCH_TESTS = (
     "optim",
     "optim_torch",
@@ -64,10 +60,7 @@ TORCH_TESTS = (
 )
 CELLS = {
     **{
-        f"deepspeed=={release}": [
-            f"deepspeed_{name}"
-            for name in DEEPSPEED_TESTS + (ENGINE_TESTS if release in ENGINE_RELEASES else ())
-        ]
+        f"deepspeed=={release}": [f"deepspeed_{name}" for name in DEEPSPEED_TESTS]
         for release in RELEASES[:-1]
     },
     "torch==2.11.*": list(TORCH_TESTS),

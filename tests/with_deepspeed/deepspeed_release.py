@@ -3,11 +3,7 @@
 import importlib.metadata
 import math
 
-import stepwell.deepspeed
-
 RELEASE = importlib.metadata.version("deepspeed")
-HAS_ENGINE = RELEASE in stepwell.deepspeed.fingerprints.tested()["OffloadZeroOptimizer"]
-"""Whether ZeRO runs on Stepwell's engine with it."""
 IS_OLDER = RELEASE in ("0.19.6", "0.19.7")
 """Whether it is one that `make test-versions` runs these tests on."""
 HAS_FP32_SUMS = not IS_OLDER

@@ -9,6 +9,7 @@ import deepspeed_run
 import pytest
 import torch
 from deepspeed_asserts import assert_same_partitions
+from deepspeed_release import RELEASE
 from stepwell import _state
 from stepwell.deepspeed.state.decoding import DecodingState
 
@@ -63,7 +64,19 @@ def test_safe_get_full(runs, name):
             assert torch.equal(found, value[: len(found)].to(found.dtype))
 
 
-@pytest.mark.parametrize("name", deepspeed_checkpoint_programs.UNIVERSAL)
+# There it puts the padded moments into the place of the masters. What it trains is right.
+PUTS_MOMENTS_FOR_MASTERS = pytest.mark.xfail(
+    RELEASE == "0.19.6", reason="a defect of DeepSpeed 0.19.6, on its own path as well"
+)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=PUTS_MOMENTS_FOR_MASTERS if "ZeRO-2" in name else ())
+        for name in deepspeed_checkpoint_programs.UNIVERSAL
+    ],
+)
 def test_safe_get_full_behind_a_universal_checkpoint(runs, name):
     expected = merged(runs[name]["universal partitions"], ("exp_avg", "exp_avg_sq"))
     for found, value in zip(

@@ -10,7 +10,6 @@ import deepspeed_run
 import pytest
 import torch
 from deepspeed_corpus_programs import CORPUS, STEPS
-from deepspeed_release import HAS_ENGINE
 
 PROGRAM_TIMEOUT = 240
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * PROGRAM_TIMEOUT + 30)]
@@ -64,12 +63,9 @@ def test_a_published_configuration_trains_as_with_deepspeed_alone(runs, entry):
     ours, theirs = runs[entry["origin"]]
     assert "error" not in theirs, theirs
     assert "error" not in ours, ours
-    if HAS_ENGINE:
-        reason = entry.get("off the engine")
-        assert ours["reasons"] == (() if reason is None else (reason,))
-        assert ours["on engine"] == (reason is None)
-    else:
-        assert not ours["on engine"]
+    reason = entry.get("off the engine")
+    assert ours["reasons"] == (() if reason is None else (reason,))
+    assert ours["on engine"] == (reason is None)
     assert not theirs["on engine"]
     assert ours["skipped"] == theirs["skipped"]
     assert ours["applied"] == theirs["applied"] == STEPS
@@ -77,7 +73,6 @@ def test_a_published_configuration_trains_as_with_deepspeed_alone(runs, entry):
     torch.testing.assert_close(ours["masters"], theirs["masters"], rtol=1e-5, atol=1e-8)
 
 
-@pytest.mark.skipif(not HAS_ENGINE, reason="this release is not on the engine")
 @pytest.mark.parametrize("entry", NOT_RUN_ALONE, ids=lambda entry: entry["origin"])
 def test_what_deepspeed_alone_cannot_run_here_takes_its_path(runs, entry):
     ours, _ = runs[entry["origin"]]

@@ -66,6 +66,12 @@ OBSTACLES = {
         "weights are quantized",
         "own path",
     ),
+    "compressed": (
+        {"json": {"compression_training": {"weight_quantization": {}}}},
+        {},
+        "compression_training quantizes or prunes weights",
+        "own path",
+    ),
     "ratio, bf16 masters": (
         {"zero_partial_offload": 0.5, "bf16_master_weights_and_gradients": True},
         {},
@@ -155,11 +161,17 @@ def test_releases_that_round_sums_in_fp32_keep_them(monkeypatch):
         assert planned(Engine(**changes)).zero_class is not None
 
 
-def test_gradients_that_are_quantized_with_loco_keep_deepspeeds_path():
+@pytest.mark.parametrize(
+    ("key", "value"), [("zeropp_loco_param", {"err_beta": 0.8}), ("mics_shard_size", 2)]
+)
+def test_what_only_older_releases_have_of_zero_3_keeps_deepspeeds_path(key, value):
     engine = Engine(zero_optimization_stage=3)
-    engine._config.zero_config.zeropp_loco_param = {"err_beta": 0.8}
+    setattr(engine._config.zero_config, key, value)
     (told,) = planned(engine).reasons
-    assert "zeropp_loco_param" in told
+    assert key in told
+    engine = Engine()
+    setattr(engine._config.zero_config, key, value)
+    assert planned(engine).reasons == ()
 
 
 def test_another_version_is_advised_to_be_the_tested_one():

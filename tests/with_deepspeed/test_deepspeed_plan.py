@@ -78,7 +78,6 @@ def test_several_ranks_gather_by_hooks_of_stepwell(deepspeed, changed):
     ("key", "value"),
     [
         ("zero_hpz_partition_size", 2),
-        ("mics_shard_size", 2),
         ("use_all_reduce_for_fetch_params", True),
     ],
 )

@@ -17,14 +17,12 @@ import pytest
 import stepwell.deepspeed
 import torch
 from deepspeed_asserts import assert_same_runs
-from deepspeed_release import HAS_ENGINE, RELEASE
+from deepspeed_release import RELEASE
 from stepwell.deepspeed import after_import
 from stepwell.deepspeed.native import cpu_vendor
 
 PROGRAM_TIMEOUT = 120
 slow = pytest.mark.slow
-# On other releases the classes of ZeRO are DeepSpeed's own.
-CLASSES = {"offload engine, ZeRO-1/2 optimizer", "offload engine, ZeRO-3 optimizer"}
 pytestmark = pytest.mark.timeout(PROGRAM_TIMEOUT + 60)
 
 
@@ -39,8 +37,7 @@ def test_register_before_and_after_the_import(tmp_path, when):
     assert result["targets"] == [True, True]
     assert result["loader"] == "SourceFileLoader"
     assert all(seam.found for seam in result["report"])
-    unused = {seam.name for seam in result["report"] if not seam.filled}
-    assert unused == (set() if HAS_ENGINE else CLASSES)
+    assert all(seam.filled for seam in result["report"])
     json.dumps([dataclasses.asdict(seam) for seam in result["report"]])
     if when == "before":
         assert not result["imported"]
@@ -52,9 +49,7 @@ def test_register_before_and_after_the_import(tmp_path, when):
     assert result["vendor"] == ("unknown", True)
     assert result["cpuinfo"]
     assert not result["fused_adam on cuda"]
-    unused = [
-        seam for seam in result["report on cuda"] if not seam.filled and seam.name not in CLASSES
-    ]
+    unused = [seam for seam in result["report on cuda"] if not seam.filled]
     assert [seam.name for seam in unused] == ["op fused_adam", "step of FusedAdam"]
     assert all(seam.found and "the accelerator is `cuda`" in seam.note for seam in unused)
 
@@ -127,13 +122,11 @@ def test_a_feature_without_its_seam_is_deepspeeds_own(without):
     assert f"expected {stepwell.deepspeed.VERSIONS}" in line
     # All of its seams are left alone, and those of other features are filled.
     left = {seam.name for seam in without["report without ZenFlow"] if not seam.filled}
-    assert left - CLASSES == {"process of ZenFlow", "process of SuperOffload"}
-    if HAS_ENGINE:
-        assert_same_runs(*without["run without ZenFlow"])
+    assert left == {"process of ZenFlow", "process of SuperOffload"}
+    assert_same_runs(*without["run without ZenFlow"])
 
 
 @slow
-@pytest.mark.skipif(not HAS_ENGINE, reason="this release is not on the engine")
 @pytest.mark.parametrize(
     ("case", "method", "cls"),
     [
@@ -155,7 +148,6 @@ def test_a_changed_method_is_told_once_and_the_class_is_deepspeeds(without, case
 
 
 @slow
-@pytest.mark.skipif(not HAS_ENGINE, reason="this release is not on the engine")
 def test_digests_are_made_of_methods_that_are_not_a_releases(without):
     assert without["digests"] == 0
     assert ".DeepSpeedZeroOptimizer_Stage3.step` (" in without["renamed"]
@@ -326,7 +318,6 @@ def test_curves_of_deepspeeds_own_op(tmp_path):
 @slow
 @pytest.mark.compiler
 @pytest.mark.timeout(BUILD_TIMEOUT + 60)
-@pytest.mark.skipif(not HAS_ENGINE, reason="this release is not on the engine")
 @pytest.mark.parametrize(("stage", "overlap"), [(2, True), (3, True), (3, False)])
 def test_zenflow_that_the_engine_does_not_take_is_deepspeeds(tmp_path, stage, overlap):
     result = run_compiled("deepspeeds_zenflow", tmp_path, stage=stage, overlap=overlap)

@@ -15,7 +15,8 @@ import torch
 from stepwell import optim
 from stepwell.deepspeed import fingerprints, zenflow
 from stepwell.deepspeed.options import Options, said, written
-from stepwell.deepspeed.seams import accelerator_name, release_name
+from stepwell.deepspeed.release import has_fp32_sums, shuffles_with_zenflow
+from stepwell.deepspeed.seams import accelerator_name
 from stepwell.deepspeed.zero.operands import obstacle_of
 
 __all__ = ["STAGE_3", "Case", "device_of"]
@@ -28,8 +29,6 @@ _ENGINE_KEYS = ("gate", "accumulate", "fetch", "threads", "host_bytes_max")
 _VOLUME_KEYS = ("nvme_paths", "volume")
 # Of `offload_optimizer` with device `nvme`: what only DeepSpeed's own swapper reads.
 _SWAPPER_KEYS = ("buffer_count", "pipeline_read", "pipeline_write", "fast_init")
-# Of DeepSpeed: those whose ZenFlow views row by row what it stores column by column.
-_SHUFFLING_RELEASES = ("0.19.7", "0.19.8")
 
 
 def device_of(offload: Any) -> str | None:
@@ -110,18 +109,26 @@ class Case(NamedTuple):
     @property
     def rounds_fp32_sums(self) -> bool:
         """Whether DeepSpeed rounds the gradients that ZeRO-1 and -2 are to sum in fp32."""
-        from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-
-        # Gone since DeepSpeed 0.19.8, with this method.
-        if self.stage == STAGE_3 or hasattr(
-            DeepSpeedZeroOptimizer, "_use_compact_grad_partition_buffer"
-        ):
+        if self.stage == STAGE_3 or has_fp32_sums():
             return False
         dtype, sums = self.engine.get_data_types()
         # A model may be in 16 bits without a word of it in the JSON.
         trained = (param for param in self.engine.module.parameters() if param.requires_grad)
         dtypes = {dtype, *(param.dtype for param in trained)}
         return bool(sums == torch.float32 and dtypes != {torch.float32})
+
+    @property
+    def is_compressed(self) -> bool:
+        """Whether weights are quantized or pruned behind steps (`compression_training`)."""
+        # Refused since DeepSpeed 0.19.7; before, the engine puts an empty block there.
+        return bool(said(self.engine, "compression_training"))
+
+    @property
+    def is_sharded_in_groups(self) -> bool:
+        """Whether each of several groups of ranks has all weights (MiCS)."""
+        # Refused since DeepSpeed 0.19.7.
+        zero = self.engine._config.zero_config
+        return self.stage == STAGE_3 and getattr(zero, "mics_shard_size", 0) > 0
 
     @property
     def corrects_quantized(self) -> bool:
@@ -213,7 +220,7 @@ class Case(NamedTuple):
     def is_shuffled(self) -> bool:
         """Whether DeepSpeed's own ZenFlow shuffles the model's matrices as it begins."""
         is_own = bool(self.engine.zenflow) and self.stage < STAGE_3
-        return is_own and release_name() in _SHUFFLING_RELEASES
+        return is_own and shuffles_with_zenflow()
 
     @property
     def has_coded_moments(self) -> bool:
@@ -246,8 +253,6 @@ class Case(NamedTuple):
             "torch_autocast": bool(is_autocast_initialized()),
             # Parameters have partitions in a second group.
             "zero_hpz_partition_size": zero.zero_hpz_partition_size > 1,
-            # Gone since DeepSpeed 0.19.8.
-            "mics_shard_size": getattr(zero, "mics_shard_size", 0) > 0,
             "stage3_use_all_reduce_for_fetch_params": zero.use_all_reduce_for_fetch_params,
         }
         why = next((name for name, is_there in found.items() if is_there), None)

@@ -98,6 +98,18 @@ OBSTACLES: tuple[Obstacle, ...] = (
         ),
     ),
     Obstacle(
+        # It gives parameters other memory, which DeepSpeed's own step takes from them again.
+        "compression_training quantizes or prunes weights behind steps",
+        "leave out compression_training",
+        lambda case: case.is_compressed,
+    ),
+    Obstacle(
+        # DeepSpeed has another optimizer for it.
+        "weights are sharded in groups of ranks with mics_shard_size",
+        "leave out mics_shard_size",
+        lambda case: case.is_sharded_in_groups,
+    ),
+    Obstacle(
         "gradients are quantized with zeropp_loco_param",
         "leave out zeropp_loco_param",
         lambda case: case.corrects_quantized,

@@ -24,7 +24,8 @@ from stepwell.deepspeed.native import (
     pin_memory,
     step_guard,
 )
-from stepwell.deepspeed.seams import Attribute, NativeOp, Seam, release_name
+from stepwell.deepspeed.release import release_name
+from stepwell.deepspeed.seams import Attribute, NativeOp, Seam
 from stepwell.deepspeed.state import consolidation
 from stepwell.deepspeed.zero import client_optimizer, optimizer_type
 from stepwell.deepspeed.zero import seams as zero_seams

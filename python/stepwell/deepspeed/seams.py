@@ -26,7 +26,6 @@ __all__ = [
     "Seam",
     "accelerator_name",
     "op_caches",
-    "release_name",
 ]
 
 _BUILDERS = "deepspeed.ops.op_builder.builder"
@@ -83,12 +82,6 @@ def accelerator_name() -> str:
     """What DeepSpeed runs models on: `cpu`, `cuda` ..."""
     name: str = importlib.import_module("deepspeed.accelerator").get_accelerator()._name
     return name
-
-
-def release_name() -> str | None:
-    """The version of the DeepSpeed that is imported; None: there is none, or it does not say."""
-    name = getattr(sys.modules.get("deepspeed"), "__version__", None)
-    return None if name is None else str(name)
 
 
 def op_caches() -> list[dict[str, Any]]:

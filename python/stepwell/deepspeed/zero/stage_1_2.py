@@ -38,6 +38,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import (
 
 from stepwell.access.gate import Gate
 from stepwell.access.under_way import without_waiting
+from stepwell.deepspeed.release import has_fp32_sums
 from stepwell.deepspeed.state.home import RamHome
 from stepwell.deepspeed.zero.backward import Backward
 from stepwell.deepspeed.zero.exposure import Exposure
@@ -59,8 +60,7 @@ if TYPE_CHECKING:
 
 __all__ = ["OffloadZeroOptimizer"]
 
-# DeepSpeed 0.19.8 has memory for sums in fp32, where 0.19.6 and 0.19.7 have none.
-_HAS_FP32_SUMS = hasattr(DeepSpeedZeroOptimizer, "_use_compact_grad_partition_buffer")
+_HAS_FP32_SUMS = has_fp32_sums()
 # What lies in device memory under CPU offload.
 _ON_DEVICE = (OffloadStateTypeEnum.lp_params, OffloadStateTypeEnum.lp_grads)
 

@@ -300,8 +300,8 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         for group in range(len(self.fp16_groups)):
             self._unflatten_partitioned_parameters(group)
         self._partition_all_parameters()
-        if self.persistent_parameters:
-            self.persistent_parameters[0].all_gather(self.persistent_parameters)
+        for param in self.persistent_parameters:
+            param.all_gather([param])
 
     def _partition(self, group: int, master: torch.Tensor, weight: torch.Tensor) -> Partition:
         """What is stepped of a sub-group in host memory: nothing of one that is on the device."""
@@ -595,7 +595,17 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
             self._backward.leave_step(end, self._drop_gradients, self.timers)
             raise
         self.timers(OPTIMIZER_STEP_TIMER).stop()
+        self._gather_persistent()
         self._post_step({OPTIMIZER_STEP_TIMER})
+
+    def _gather_persistent(self) -> None:
+        """Without an accelerator, gathers persistent parameters before DeepSpeed does, one by one.
+
+        Of several DeepSpeed before 0.19.8 waits for the last alone, and gloo may end with another.
+        """
+        if self._partitions.device.type == "cpu":
+            for param in self.persistent_parameters:
+                param.all_gather([param])
 
     def _order_reductions(self) -> None:
         """The current stream comes after the reductions of gradients."""
