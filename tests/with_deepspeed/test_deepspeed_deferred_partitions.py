@@ -53,7 +53,11 @@ class Run:
             ],
             device=torch.device("cpu"),
             fragments=self.params if is_alone else {},
-            deferral=Deferral(stepwell.Deferred(**{**LATER, **deferred}), FRAGMENTS, is_alone),
+            deferral=Deferral(
+                stepwell.Deferred(**{**LATER, **deferred}),
+                FRAGMENTS,
+                None if is_alone else lambda: self.weights,
+            ),
             threads=1,
         )
         self.late = None

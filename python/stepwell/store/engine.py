@@ -330,6 +330,8 @@ class Engine(Uploads):
         Waits until their copies have ended; then they may be written or freed. Does nothing where
         none were taken.
         """
+        with self.lock:
+            self.store.discard()
         self._core.discard()
 
     def take_looked_at(self, positions: Sequence[int]) -> None:
@@ -396,18 +398,20 @@ class Engine(Uploads):
                 "at_once": {self._indices[id(span)] for span in at_once},
                 "num_settled": num_settled,
             }
-        is_deferred = self.store.submit(
-            hypers,
-            buffers=[*self._buffers, *owners],
-            stream=coming.stream,
-            record=coming,
-            order=self._places if order is None else order,
-            verified={self._indices[id(param)] for param in coming.verified},
-            deferred=deferred,
-            selected=None if self.selector is None else selected,
-            under_way=under_way,
-            begun=begun,
-        )
+        # What `begun` has may let go of the interpreter, and other threads ask what was submitted.
+        with self.lock:
+            is_deferred = self.store.submit(
+                hypers,
+                buffers=[*self._buffers, *owners],
+                stream=coming.stream,
+                record=coming,
+                order=self._places if order is None else order,
+                verified={self._indices[id(param)] for param in coming.verified},
+                deferred=deferred,
+                selected=None if self.selector is None else selected,
+                under_way=under_way,
+                begun=begun,
+            )
         if at_once is not None and not is_deferred and self.selector is not None:
             # A signal's handler has applied all since.
             self.selector.reset()

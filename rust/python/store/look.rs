@@ -179,7 +179,10 @@ impl PyStore {
         let param = self.spans[span].param.bind(py);
         let is_plain = piece.is_none() && is_kept;
         let weight = if is_plain { Some(address(param)?) } else { None };
-        let numel = param.call_method0(intern!(py, "numel"))?.extract()?;
+        let numel = match (target, &place) {
+            (Some(_), Place::Host(tensor)) => tensor.map_or(0, |tensor| tensor.param.numel()),
+            _ => param.call_method0(intern!(py, "numel"))?.extract()?,
+        };
         let grad_address = address(&grad)?;
         let is_beside = self.beside.is_some();
         let grad_view = match place {

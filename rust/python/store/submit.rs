@@ -227,7 +227,10 @@ impl PyStore {
             std::mem::swap(&mut beside.held, &mut held);
             let record = beside.record.replace(record);
             store.has_left = false;
-            (held, record, std::mem::take(&mut store.looked))
+            let looked = std::mem::take(&mut store.looked);
+            // The caller binds these in every step, and sees to their memory.
+            let bound: Vec<_> = looked.iter().filter_map(|one| store.let_go_of(one.span)).collect();
+            (held, record, looked, bound)
         };
         py_drop(py, released);
         Ok(deferred.is_some())
@@ -320,6 +323,11 @@ impl PyStore {
         let own = hosted.into_iter().map(|at| (self.looked[at].span, Some(at)));
         let others = self.spans_pending().filter(|span| !stepped.contains(span));
         own.chain(others.map(|span| (span, None))).collect()
+    }
+
+    /// Forgets what was bound of a span whose weight goes where the caller says.
+    fn let_go_of(&mut self, span: usize) -> Option<Binding> {
+        self.spans[span].binding.take_if(|binding| binding.target.is_some())
     }
 
     /// What has the memory of a weight on the device; None: the caller sees to it.

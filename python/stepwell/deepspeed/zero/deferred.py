@@ -33,7 +33,7 @@ from stepwell.deepspeed.zero.stage_1_2 import OffloadZeroOptimizer
 from stepwell.store.deferred_steps import DeferralMetrics, DeferredSteps, StepKind
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
     from stepwell.deepspeed.plan import Plan
     from stepwell.deepspeed.zero.fragment import Fragment
@@ -77,7 +77,9 @@ class DeferredZeroOptimizer(OffloadZeroOptimizer):
             order=self._order(),
             threads=self._plan.threads,
             host_bytes_max=options.host_bytes_max,
-            deferral=Deferral(self._deferred, sources, self._is_alone),
+            deferral=Deferral(
+                self._deferred, sources, None if self._is_alone else _weakly(self._weights)
+            ),
         )
 
     @property
@@ -240,3 +242,14 @@ class _LateUse:
         optimizer = self._optimizer()
         if optimizer is not None:
             optimizer.note_state_dict()
+
+
+def _weakly(method: Callable[[], list[torch.Tensor]]) -> Callable[[], list[torch.Tensor]]:
+    """A method that does not keep its object alive."""
+    reference = weakref.WeakMethod(method)
+
+    def call() -> list[torch.Tensor]:
+        found = reference()
+        return [] if found is None else found()
+
+    return call

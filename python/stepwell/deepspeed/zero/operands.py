@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import math
 from functools import partial
+from numbers import Number
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -327,8 +328,9 @@ class Operands:
 
 def _count_in(state: dict[str, Any], label: str) -> None:
     """Gives the count of updates a form that steps can add to: torch's, or a number."""
+    if isinstance(state.get("step"), Number):
+        # Also one of numpy.
+        state["step"] = int(state["step"])
     count = _state.step_of(state, lambda: label)
     if isinstance(state["step"], torch.Tensor):
         _state.repair_step(state, count)
-    else:
-        state["step"] = count

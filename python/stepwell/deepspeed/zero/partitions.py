@@ -64,9 +64,10 @@ class Deferral(NamedTuple):
     options: Deferred
     sources: Mapping[Fragment, Source]
     """All fragments, in the order of the forward."""
-    is_alone: bool
-    """Whether no other rank has these weights. Those that ranks hold on the device are equal at any
-    time: of several, what is applied past a step follows with the next one, or with `upload`."""
+    weights: Callable[[], Sequence[torch.Tensor]] | None = None
+    """Gives the weights of all partitions, of which other ranks have the same. Those that ranks
+    hold on the device are equal at any time: what is applied past a step follows with the next one,
+    or with `upload`. None: no other rank has them."""
 
 
 class Prepared(NamedTuple):
@@ -75,17 +76,28 @@ class Prepared(NamedTuple):
     operands: Mapping[int, Operand]
     owners: list[object]
     """What keeps its memory alive."""
+    coming: Submitted
+    """What is known of it once it has begun."""
 
 
 class _Held(NamedTuple):
-    """What of a partition is stepped in host memory, but for its gradient."""
+    """A partition in a step."""
 
     memory: dict[str, torch.Tensor]
-    """By the core's names."""
-    where: tuple[int, ...]
+    """What is stepped in host memory, but for the gradient, by the core's names."""
+    where: tuple[object, ...]
     """Of it."""
     key: int
     """Of its stochastic rounding."""
+    weight: int
+    """The address of its weights on the device: a view would be another holder of their memory
+    (`exposure`). 0: they stay in host memory."""
+    itemsize: int
+    """Of these."""
+
+    def target(self, run: Run) -> int:
+        """Where the new weights of a run go on the device; 0: nowhere."""
+        return self.weight + run.begin * self.itemsize if self.weight else 0
 
 
 class Partitions(Uploads):
@@ -140,7 +152,6 @@ class Partitions(Uploads):
             swapped.open(partitions, limit, beside=beside, threads=threads, finish=self.finish)
             swapped = None if swapped.core is None else swapped
         self._swapped, self._deferral = swapped, deferral
-        self._weights = [partition.weight for partition in partitions]
         # Where updates are deferred, by fragment.
         runs = {} if deferral is None else _runs(deferral.sources)
         self._runs = list(itertools.chain.from_iterable(runs.values()))
@@ -332,6 +343,8 @@ class Partitions(Uploads):
     def prepare(self, operands: Mapping[int, Operand], weights: Sequence[torch.Tensor]) -> Prepared:
         """Makes everything ready for a step, behind `end_last_step`.
 
+        From now on until `submit` weights that are waited for are old ones.
+
         Args:
             operands: of the partitions that are stepped, by their number.
             weights: of all partitions.
@@ -352,7 +365,9 @@ class Partitions(Uploads):
         )
         # State that is away stays there.
         with without_waiting():
-            held = {group: self._held(each, group) for group, each in operands.items()}
+            held = {
+                group: self._held(each, group, weights[group]) for group, each in operands.items()
+            }
             for position, (span, grad) in enumerate(zip(stepped, grads, strict=True)):
                 run = self._runs[span]
                 store.bind(
@@ -361,29 +376,22 @@ class Partitions(Uploads):
                     grad,
                     state=operands[run.group].state,
                     parts=[],
-                    target=self._target(run, weights[run.group]),
+                    target=held[run.group].target(run),
                     is_kept=False,
                 )
             memory = [each.memory for each in operands.values()]
         owners = [memory, list(weights), list(self.twins), *self.gradients.owners]
-        return Prepared(operands, owners)
+        coming = Submitted(current_stream(self.device), verified=self._spans)
+        return Prepared(operands, owners, self.engine.announce(coming))
 
-    def _target(self, run: Run, weight: torch.Tensor) -> int:
-        """Where the new weight of a run goes on the device; 0: it stays in host memory.
-
-        An address: a view would count as another holder of the memory (`exposure`).
-        """
-        if self._is_offloaded[run.group]:
-            return 0
-        return weight.data_ptr() + run.begin * weight.itemsize
-
-    def _held(self, operand: Operand, group: int) -> _Held:
-        """What of a partition is stepped in host memory, but for its gradient."""
+    def _held(self, operand: Operand, group: int, weight: torch.Tensor) -> _Held:
+        """A partition in the step that comes."""
         memory = {"param": operand.master.detach(), **operand.runs}
         if (twin := self.twins[group]) is not None:
             memory["weight_out"] = twin
-        where = (operand.key, *(each.data_ptr() for each in memory.values()))
-        return _Held(memory, where, operand.key)
+        where = (operand.key, *((each.data_ptr(), each.dtype) for each in memory.values()))
+        first = 0 if self._is_offloaded[group] else weight.data_ptr()
+        return _Held(memory, where, operand.key, first, weight.itemsize)
 
     def _tensor(self, span: int, held: _Held, grad: torch.Tensor) -> _core.AdamTensor | None:
         """A span as the core takes it; None: it is empty. Where it is seldom changes."""
@@ -429,7 +437,7 @@ class Partitions(Uploads):
             ValueError: the step cannot be taken; nothing was changed.
             OSError: the device has failed.
         """
-        operands, owners = prepared
+        operands, owners, coming = prepared
         spans = None if at_once is None else {window.span for window in self._windows(at_once)}
         selected: list[Selected] = []
         now = None if spans is None else {self._spans[span] for span in spans}
@@ -442,7 +450,6 @@ class Partitions(Uploads):
             owners = [*owners, self._swapped.in_use(operands)]
             leaving = self._swapped.leaving(operands)
         self._bytes_downloaded, self.gradients.bytes_sent = self.gradients.bytes_sent, 0
-        coming = self.engine.announce(Submitted(current_stream(self.device), verified=self._spans))
         self.engine.submit(
             coming,
             [each.hyper.core(grad_scale) for each in operands.values()],
@@ -576,15 +583,21 @@ class Partitions(Uploads):
         """
         if self._deferral is None or not self._finalizer.alive:
             return
+        weights = self._deferral.weights
         with self.engine.lock:
-            is_past = not self._deferral.is_alone and self.engine.will_settle
-            kept = [weight.clone() for weight in self._weights] if is_past else []
-            self.engine.settle()
-            with torch.no_grad():
-                for weight, before in zip(self._weights, kept, strict=False):
-                    weight.copy_(before)
-            if is_past:
+            if weights is None or not self.engine.will_settle:
+                self.engine.settle()
+                return
+            # What lands is there.
+            self.engine.finish()
+            kept = [(weight, weight.clone()) for weight in weights()]
+            try:
+                self.engine.settle()
+            finally:
                 self._applied_past = self.engine.submitted
+                with torch.no_grad():
+                    for weight, before in kept:
+                        weight.copy_(before)
 
     def complete(self) -> None:
         """Waits as `finish`, with all updates: masters and moments are those of the last step."""
@@ -604,10 +617,11 @@ class Partitions(Uploads):
     def upload(self, masters: Sequence[torch.Tensor]) -> None:
         """Of several ranks: this rank's weights on the device are those of the last step."""
         self.complete()
-        if self.is_landed:
+        if self.is_landed or self._deferral is None or self._deferral.weights is None:
             return
+        weights = self._deferral.weights()
         with torch.no_grad():
-            for weight, twin, master in zip(self._weights, self.twins, masters, strict=True):
+            for weight, twin, master in zip(weights, self.twins, masters, strict=True):
                 weight.copy_(master.detach() if twin is None else twin)
         self._applied_past = None
 

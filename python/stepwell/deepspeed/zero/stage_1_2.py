@@ -570,9 +570,9 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             for group, master in enumerate(self._masters)
             if self._is_stepped(master)
         }
+        prepared = partitions.prepare(operands, self._weights())
         # Before the submit, behind which Ctrl-C may land; without one it does no harm.
         at_once = self._guard(operands)
-        prepared = partitions.prepare(operands, self._weights())
         begun = self._operands.begun(operands.values())
         begun.append(self._agreement.taking)
         if self._gathers is not None:
