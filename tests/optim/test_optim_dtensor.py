@@ -253,17 +253,6 @@ def partial_gradient_is_summed():
     torch.testing.assert_close(full(param), torch.full((3,), -0.1))
 
 
-def version_of_the_shard_is_bumped():
-    net = make_net(torch.float32, shard=True)
-    optimizer = stepwell.AdamW(net.parameters())
-    train(net, optimizer, 1)
-    param = net.first.weight
-    versions = param._version, param.to_local()._version
-    optimizer.step()
-    assert param._version > versions[0]
-    assert param.to_local()._version > versions[1]
-
-
 # ---- the tests ----
 
 
@@ -327,10 +316,6 @@ def test_placements(ranks, placement, shape):
 
 def test_partial_gradients_are_summed(ranks):
     ranks.run(partial_gradient_is_summed)
-
-
-def test_autograd_sees_the_step(ranks):
-    ranks.run(version_of_the_shard_is_bumped)
 
 
 # ---- in this process, of one rank ----
