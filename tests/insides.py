@@ -59,19 +59,9 @@ def twins_of(optimizer):
     return optimizer._twins
 
 
-def has_host_side(optimizer, param):
-    """Whether it takes host memory."""
-    return param in optimizer._twins
-
-
 def lift_limit(optimizer):
     """It takes as much host memory as it needs from now on."""
     optimizer._host._bytes_max = None
-
-
-def gate_of(optimizer):
-    """What has forwards wait."""
-    return optimizer._background.gate
 
 
 def forwards_wait(optimizer):

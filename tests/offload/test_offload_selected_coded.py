@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from insides import host_weight, is_pending, num_pending
-from optim_cases import bits
+from insides import host_weight, num_pending
 from selected_models import CODECS, DTYPES, assert_same, drawn, loss_of, pair, step_with
 from stepwell import AdamW, Deferred
 
@@ -55,31 +54,6 @@ def test_coded_state_is_that_without_selected_channels(
     assert num_pending(selected[1])
     assert selected[1].skipped_steps == 1
     assert_same(selected, unselected)
-
-
-@pytest.mark.parametrize("interval", [1, 3])
-@pytest.mark.parametrize("moments", CODECS)
-@pytest.mark.parametrize("predict", [False, True])
-def test_coded_parameters_may_get_no_gradient_any_more(
-    moments: str, interval: int, predict: bool
-) -> None:
-    """The weights of the device's copy are followed by the host's, before anything is applied."""
-    deferred = Deferred(interval=interval, fraction=0.4, reselect=100, predict=predict)
-    selected, unselected = beside_unselected(deferred, torch.bfloat16, moments)
-
-    def has_grad(step: int, index: int) -> bool:
-        return step < 10 or index % 2 == 0
-
-    model, optimizer = selected
-    for step in range(1, 20):
-        for each in (selected, unselected):
-            step_with(*each, step, has_grad)
-    left = [param for param in model.parameters() if not is_pending(optimizer, param)]
-    assert 0 < len(left) < len(list(model.parameters()))
-    weights = {param: param.detach().clone() for param in left}
-    assert_same(selected, unselected)
-    for param, weight in weights.items():
-        assert torch.equal(bits(param), bits(weight))
 
 
 def master_of(weight: torch.Tensor, state: dict[str, torch.Tensor]) -> torch.Tensor:

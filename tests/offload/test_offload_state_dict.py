@@ -11,12 +11,9 @@ import stepwell
 import torch
 import torch.distributed.checkpoint as dcp
 from offload_cases import assert_equal, pair, small, train
-from optim_cases import CODECS, LAYOUT_IDS, LAYOUTS, bits
+from optim_cases import LAYOUT_IDS, LAYOUTS
 from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
     get_state_dict,
-    set_optimizer_state_dict,
     set_state_dict,
 )
 
@@ -52,21 +49,6 @@ def test_resuming_is_as_if_never_stopped(dtype, moments, order, used):
     assert_equal((net, optimizer), (resumed_net, resumed))
 
 
-@pytest.mark.parametrize(("dtype", "moments"), LAYOUTS, ids=LAYOUT_IDS)
-def test_exchange_with_adamw_on_the_host(dtype, moments):
-    ours, theirs = pair(dtype=dtype, moments=moments)
-    train(*ours, 2)
-    train(*theirs, 2)
-    (_, optimizer), (_, reference) = ours, theirs
-    one, other = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(reference.state_dict())
-    assert one["state"].keys() == other["state"].keys()
-    optimizer.load_state_dict(other)
-    reference.load_state_dict(one)
-    train(*ours, 2, first=2)
-    train(*theirs, 2, first=2)
-    assert_equal(ours, theirs)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_goes_on_where_torchs_adamw_was_and_back(dtype):
     net = small(dtype)
@@ -92,16 +74,6 @@ def test_goes_on_where_torchs_adamw_was_and_back(dtype):
     train(twin, back, 1, first=5)
 
 
-@pytest.mark.parametrize("moments", CODECS)
-def test_decoded_state_is_announced_where_it_takes_memory(moments, caplog):
-    net, optimizer = pair(dtype=torch.bfloat16, moments=moments)[0]
-    train(net, optimizer, 1)
-    with caplog.at_level("INFO", logger="stepwell"):
-        state = optimizer.decoded_state_dict()["state"]
-    assert ("decoded moments" in caplog.text) == (moments != "fp32")
-    assert state[0]["exp_avg"].dtype == torch.float32
-
-
 def test_state_appears_with_the_first_step():
     # accelerate copies the state of a new optimizer to the accelerator and back.
     net, optimizer = pair()[0]
@@ -110,23 +82,6 @@ def test_state_appears_with_the_first_step():
     optimizer.load_state_dict(packed)
     train(net, optimizer, 1)
     assert all(not value.is_cuda for value in optimizer.state_dict()["state"][0].values())
-
-
-def test_state_of_other_parameters_is_refused():
-    net, optimizer = pair()[0]
-    train(net, optimizer, 1)
-    packed = copy.deepcopy(optimizer.state_dict())
-    packed["state"][0]["exp_avg"] = torch.zeros(3)
-    before = {key: bits(value) for key, value in optimizer.state[net[0].weight].items()}
-    with pytest.raises(
-        ValueError, match=r"`exp_avg` in the loaded state of parameter `0.weight`(.|\n)*hint"
-    ):
-        optimizer.load_state_dict(packed)
-    assert all(
-        torch.equal(bits(value), before[key])
-        for key, value in optimizer.state[net[0].weight].items()
-    )
-    train(net, optimizer, 1)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -157,18 +112,6 @@ def test_distributed_checkpoint_resumes_exactly(tmp_path, dtype, moments):
     assert_equal((net, optimizer), (resumed_net, resumed))
     assert train(net, optimizer, 2, first=3) == train(resumed_net, resumed, 2, first=3)
     assert_equal((net, optimizer), (resumed_net, resumed))
-
-
-@pytest.mark.parametrize("moments", CODECS)
-def test_full_state_dict(moments):
-    net, optimizer = pair(dtype=torch.bfloat16, moments=moments)[0]
-    train(net, optimizer, 2)
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    packed = copy.deepcopy(get_optimizer_state_dict(net, optimizer, options=options))
-    twin = copy.deepcopy(net)
-    other = stepwell.OffloadAdamW(twin, moments=moments)
-    set_optimizer_state_dict(twin, other, packed, options=options)
-    assert_equal((net, optimizer), (twin, other))
 
 
 def test_loaded_state_of_other_weights_is_verified():

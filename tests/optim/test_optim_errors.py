@@ -292,7 +292,8 @@ import torch, stepwell
 
 params = [torch.nn.Parameter(torch.zeros(1 << 16)) for _ in range(8)]
 groups = [{"params": [param], "lr": 1e-3 * (1 + index)} for index, param in enumerate(params)]
-optimizer = getattr(stepwell, sys.argv[1])(groups, betas=(0.9, 0.9999))
+options = {"device_bytes_max": 4 * (12 << 16)} if sys.argv[2] == "residents" else {}
+optimizer = getattr(stepwell, sys.argv[1])(groups, betas=(0.9, 0.9999), **options)
 for param in params:
     param.grad = torch.ones_like(param)
 optimizer.step()
@@ -328,7 +329,9 @@ print("whole")
 """
 
 
-@pytest.mark.parametrize("cls", ["AdamW", "OffloadAdamW"])
-def test_ctrl_c_never_comes_between_two_groups(cls):
-    process = fork_server.python("-c", INTERRUPTED_PROGRAM, cls, timeout=100)
+@pytest.mark.parametrize(
+    "optimizer", [("AdamW", "host"), ("OffloadAdamW", "host"), ("OffloadAdamW", "residents")]
+)
+def test_ctrl_c_never_comes_between_two_groups(optimizer):
+    process = fork_server.python("-c", INTERRUPTED_PROGRAM, *optimizer, timeout=100)
     assert (process.stdout, process.returncode) == ("whole\n", 0), process.stderr

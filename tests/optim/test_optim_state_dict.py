@@ -69,21 +69,6 @@ def test_loaded_state_is_not_shared_with_the_dict():
     assert_same(before, snapshot(optimizer))
 
 
-def test_loading_its_own_state_keeps_its_memory():
-    # As torch.distributed.checkpoint does, which reads into the tensors of the state dict.
-    param = parameter(1 << 19, dtype=torch.bfloat16)
-    optimizer = stepped(param, moments="q8", steps=1)
-    packed = optimizer.state_dict()
-    addresses = {
-        name: value.data_ptr() for name, value in packed["state"][0].items() if name != "step"
-    }
-    packed["state"][0]["step"].fill_(5)
-    optimizer.load_state_dict(packed)
-    state = optimizer.state[param]
-    assert {name: state[name].data_ptr() for name in addresses} == addresses
-    assert state["step"] == 5
-
-
 @pytest.mark.parametrize("source", CODECS)
 @pytest.mark.parametrize("target", CODECS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -323,15 +308,3 @@ def test_execution_flags_of_the_dict_are_left_behind():
     optimizer.load_state_dict(packed)
     assert optimizer.param_groups[0]["capturable"] is False
     assert optimizer.param_groups[0]["fused"] is None
-
-
-def test_state_of_others_in_the_dict_is_kept():
-    param = parameter(3)
-    optimizer = stepped(param)
-    packed = optimizer.state_dict()
-    packed["state"][0]["ema"] = torch.arange(3)
-    packed["state"]["shared"] = {"count": 4}
-    optimizer.load_state_dict(packed)
-    assert torch.equal(optimizer.state[param]["ema"], torch.arange(3))
-    assert optimizer.state["shared"] == {"count": 4}
-    advance(optimizer, 1, seed=1)
