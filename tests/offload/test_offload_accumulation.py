@@ -165,6 +165,18 @@ def test_a_backward_that_fails_between_the_marker_and_the_sum(is_followed):
     assert_equal(ours, theirs)
 
 
+def test_the_sum_of_a_parameter_that_goes_is_forgotten():
+    """If it comes back its host side is another, which has no sum."""
+    net, optimizer = pair(accumulate="host")[0]
+    first, params = net[0].weight, optimizer.param_groups[0]["params"]
+    loss_of(net, 1).backward()
+    params[:] = [param for param in params if param is not first]
+    optimizer.step()
+    params.append(first)
+    with pytest.raises(ValueError, match="put back or shared"):
+        optimizer.step()
+
+
 def test_a_gradient_put_back_after_another_backward_is_refused():
     net, optimizer = pair(accumulate="host")[0]
     loss_of(net, 0).backward()

@@ -173,17 +173,6 @@ def test_a_gradient_may_be_written_while_it_would_be_copied(monkeypatch):
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("early", [{}, {"accumulation_steps": 1}])
-@pytest.mark.parametrize("left", [0.0, 0.5])
-def test_a_gradient_whose_memory_is_freed_is_refused(early, left):
-    net, optimizer = pair(**early)[0]
-    loss_of(net, 0).backward()
-    storage = net[0].weight.grad.untyped_storage()
-    storage.resize_(int(storage.nbytes() * left))
-    with pytest.raises(ValueError, match=r"but its storage has .* hint: the program has freed it"):
-        optimizer.step()
-
-
 # ---- what no step takes: cleared, of a step that is not made, of a backward that fails ----
 
 
