@@ -130,6 +130,13 @@ def test_a_part_of_a_flat_tensor_is_asked_for_alone():
     assert type(flat) is torch.Tensor
 
 
+def test_a_part_beyond_the_tensor_is_torchs_error():
+    flat = torch.zeros(8)
+    Chunks([flat])
+    with pytest.raises(RuntimeError):
+        flat.narrow(0, 6, 3)
+
+
 @pytest.fixture
 def mesh():
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())

@@ -93,6 +93,26 @@ def test_channels_are_chosen_anew_in_the_first_turn_that_is_late_enough() -> Non
         assert numbers == list(range(first, 13, 4)), name
 
 
+def test_what_a_step_updates_at_once_is_not_selected_and_due_in_its_next_turn() -> None:
+    steps = Steps(reselect=100)
+    steps.step(None)
+    group = steps.group_of["a"]
+    steps.selector.drop(["a"])
+    assert not steps.selector.holds(["a"])
+    assert steps.selector.holds(["a", "b"])
+    assert "a" not in steps.step(group, at_once={"a"})
+    assert not steps.selector.holds(["a"])
+    assert set(steps.step(1 - group)) == set()
+    assert set(steps.step(group)) == {"a"}
+    assert steps.selector.holds(["a"])
+    # It has a selection, and is due by none: what updates it ends that.
+    steps.step(group, at_once={"a"})
+    assert steps.selector.holds(["a"])
+    steps.selector.reset()
+    assert not steps.selector.holds(steps.names)
+    assert not steps.selector.holds([])
+
+
 def test_of_narrow_matrices_rows_are_selected() -> None:
     """A column is more than they may have."""
     steps = Steps(1, columns=2)
