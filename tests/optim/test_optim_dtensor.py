@@ -334,6 +334,14 @@ def sharded_parameter(mesh, placement):
     return param
 
 
+def test_dtensor_state_for_a_plain_parameter_is_refused(mesh):
+    optimizer = stepwell.AdamW([sharded_parameter(mesh, Shard(0))])
+    optimizer.step()
+    other = stepwell.AdamW([parameter(4)])
+    with pytest.raises(ValueError, match="is a DTensor, expected a plain tensor"):
+        other.load_state_dict(optimizer.state_dict())
+
+
 def test_state_that_is_placed_otherwise_is_refused(mesh):
     optimizer = stepwell.AdamW([sharded_parameter(mesh, Replicate())])
     optimizer.step()
@@ -362,3 +370,12 @@ def test_only_one_of_parameter_and_gradient_is_a_dtensor(mesh):
     plain.grad = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
     with pytest.raises(ValueError, match=r"only one of .* and its gradient is a DTensor"):
         optimizer.step()
+
+
+def test_gradients_come_to_where_the_parameter_is(mesh):
+    param = sharded_parameter(mesh, Shard(0))
+    param.grad = distribute_tensor(torch.full((4,), 2.0), mesh, [Replicate()])
+    optimizer = stepwell.AdamW([param], lr=0.1, weight_decay=0.0)
+    optimizer.step()
+    assert optimizer.state[param]["exp_avg"].placements == (Shard(0),)
+    torch.testing.assert_close(full(param), torch.full((4,), 0.9))
