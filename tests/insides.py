@@ -64,6 +64,11 @@ def lift_limit(optimizer):
     optimizer._host._bytes_max = None
 
 
+def gate_of(optimizer):
+    """What has forwards wait."""
+    return optimizer._background.gate
+
+
 def forwards_wait(optimizer):
     """Whether they do, so that no step waits for its weights."""
     return optimizer._background.gate.is_open

@@ -3,12 +3,14 @@
 A program that reads one on the device meets NaN or an error.
 """
 
+import copy
+import pickle
 import re
 
 import pytest
 import stepwell
 import torch
-from offload_cases import assert_equal, loss_of, pair, train
+from offload_cases import assert_equal, loss_of, pair, small, train
 from optim_cases import LAYOUT_IDS, LAYOUTS, bits
 
 
@@ -112,6 +114,18 @@ def test_other_edits_of_gradients_raise_and_change_nothing(edit):
     for _, optimizer in (ours, theirs):
         optimizer.step()
     assert_equal(ours, theirs)
+
+
+def test_numpy_of_a_gradient_is_a_copy():
+    net, _ = pair(accumulate="host")[0]
+    loss_of(net, 1).backward()
+    net[0].weight.grad.numpy().fill(0)
+    assert net[0].weight.grad.isnan().all()
+    stored = pickle.loads(pickle.dumps(net[0].weight.grad))
+    assert type(stored) is torch.Tensor and stored.isnan().all()
+    copied = copy.deepcopy(net[0].weight.grad)
+    assert type(copied) is torch.Tensor
+    assert copied.mul_(2).isnan().all()
 
 
 MOVES = {
@@ -264,3 +278,13 @@ def test_grad_scaler_is_refused():
     assert all(
         torch.equal(bits(param), old) for param, old in zip(net.parameters(), before, strict=True)
     )
+
+
+def test_what_does_not_go_with_it_is_refused():
+    net, optimizer = pair(accumulate="host")[0]
+    loss_of(net, 0).backward()
+    optimizer.found_inf = torch.zeros(())
+    with pytest.raises(ValueError, match="GradScaler cannot see gradients"):
+        optimizer.step()
+    with pytest.raises(ValueError, match="`accumulate` is `host`"):
+        stepwell.OffloadAdamW(small(), accumulate="host", deferred=stepwell.Deferred())

@@ -12,10 +12,14 @@ import torch
 from insides import (
     core_of,
     engine_of,
+    forwards_wait,
+    gate_of,
+    is_any_under_way,
     num_pending,
 )
 from stepwell import Deferred, OffloadAdamW, _state
 from stepwell._budget import GIB
+from stepwell.store import gradients
 from torch import nn
 from torch.utils import checkpoint as checkpointing
 
@@ -106,6 +110,46 @@ def test_warmup_steps_are_exact() -> None:
     exact = OffloadAdamW(exact_model, lr=1e-2)
     assert train(model, optimizer, range(6)) == train(exact_model, exact, range(6))
     assert train(model, optimizer, range(6, 10)) != train(exact_model, exact, range(6, 10))
+
+
+def test_a_capture_does_not_begin_with_late_weights() -> None:
+    model = model_of()
+    optimizer = OffloadAdamW(model, lr=1e-2, deferred=Deferred(interval=4))
+    train(model, optimizer, range(4))
+    # It waits for all that has landed.
+    loss_of(model, 4)
+    assert not is_any_under_way(optimizer)
+    with pytest.raises(ValueError, match=r"hint: optimizer.synchronize\(\) before the capture"):
+        gate_of(optimizer).capture()
+    assert forwards_wait(optimizer)
+    optimizer.synchronize()
+    gate_of(optimizer).capture()
+    assert not forwards_wait(optimizer)
+
+
+def test_gradients_that_an_engine_took_which_is_gone_are_taken_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gradients, "BATCH_BYTES", 0)
+    found = []
+    for accumulation_steps in (1, None):
+        model = model_of()
+        optimizer = OffloadAdamW(
+            model.parameters(),
+            model=model,
+            lr=1e-2,
+            deferred=Deferred(interval=2),
+            accumulation_steps=accumulation_steps,
+        )
+        train(model, optimizer, range(3))
+        optimizer.zero_grad()
+        loss_of(model, 3).backward()
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3, device=DEVICE))]})
+        optimizer.step()
+        optimizer.drain()
+        found.append(weights(model))
+    for ours, theirs in zip(*found, strict=True):
+        assert torch.equal(ours, theirs)
 
 
 def test_an_optimizer_that_goes_leaves_weights_with_all_updates() -> None:

@@ -202,6 +202,17 @@ def test_parameters_that_thaw_come_or_leave() -> None:
     assert_same(pairs[1], pairs[2])
 
 
+def test_memory_of_a_parameter_that_leaves_is_given_to_the_next() -> None:
+    model, optimizer = made(model_of(), FIRST)
+    first = next(model.parameters())
+    optimizer.param_groups[0]["params"].remove(first)
+    other = nn.Parameter(torch.ones_like(first))
+    optimizer.add_param_group({"params": [other], "param_names": ["other"]})
+    other.grad = torch.ones_like(other)
+    optimizer.step()
+    assert optimizer.timing["resident_bytes"] == FIRST
+
+
 def test_a_scaler_of_gradients_is_undone() -> None:
     runs = [made(model_of(torch.float16), nbytes) for nbytes in (FIRST, 0)]
     for model, optimizer in runs:

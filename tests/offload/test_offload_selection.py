@@ -113,6 +113,39 @@ def test_what_a_step_updates_at_once_is_not_selected_and_due_in_its_next_turn() 
     assert not steps.selector.holds([])
 
 
+def test_a_selection_that_is_due_ends_where_the_step_updates_at_once() -> None:
+    steps = Steps(reselect=1)
+    steps.step(None)
+    group = steps.group_of["a"]
+    share = steps.selector.share
+    steps.grads["a"][3:5] = 100.0
+    steps.step(group, at_once={"a"})
+    assert not steps.selector.holds(["a"])
+    # Nor does it count in the share.
+    assert steps.selector.share == share
+
+
+@pytest.mark.parametrize("scored", ["none", "a group"])
+def test_an_exact_step_without_all_scores_is_followed_by_another(scored: str) -> None:
+    steps = Steps(reselect=1)
+    steps.step(None)
+    if scored == "none":
+        steps.selector.score([], [], None)
+    else:
+        steps.selector.score(steps.names, list(steps.grads.values()), 0)
+    assert steps.selector.choose(None) == []
+    assert steps.needs_exact()
+    assert not steps.selector.holds(steps.names)
+    assert steps.selector.share == 0
+    assert set(steps.step(None)) == set(steps.names)
+    assert not steps.needs_exact()
+    # A step that was not scored selects nothing.
+    assert steps.selector.choose(set()) == []
+    assert not steps.needs_exact()
+    assert steps.selector.choose(None) == []
+    assert steps.needs_exact()
+
+
 def test_of_narrow_matrices_rows_are_selected() -> None:
     """A column is more than they may have."""
     steps = Steps(1, columns=2)

@@ -162,6 +162,13 @@ def test_parameter_of_another_size_than_its_state():
     assert_refused(optimizer, r"`exp_avg` in the state.*\(6,\).*\(7,\)")
 
 
+def test_stale_gradient_of_another_size():
+    param = parameter(6)
+    optimizer = stepped(param)
+    param.data = torch.ones(7)
+    assert_refused(optimizer, r"gradient.*\(6,\).*\(7,\)")
+
+
 @pytest.mark.parametrize(
     "make",
     [

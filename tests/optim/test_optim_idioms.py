@@ -289,6 +289,17 @@ def test_hint_for_a_channels_last_model_can_be_followed():
     step(stepwell.OffloadAdamW(model), model.parameters())
 
 
+def test_state_that_is_not_dense_is_stepped():
+    param = ones(64, 64)
+    optimizer = stepwell.OffloadAdamW([param])
+    step(optimizer, [param])
+    state = optimizer.state[param]
+    state["exp_avg"] = state["exp_avg"].t()
+    before = state["exp_avg"].clone()
+    step(optimizer, [param], 3.0)
+    assert not torch.equal(before, optimizer.state[param]["exp_avg"])
+
+
 # Dynamo reads the gradients of what is no leaf.
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
 @pytest.mark.parametrize("cls", OURS)
