@@ -219,6 +219,7 @@ def test_nodes_and_the_cores_of_each_rank_are_told(monkeypatch, host):
         "numa_nodes": [0, 1],
         "gpus": [("0000:3b:00.0", 1), ("0000:5e:00.0", 1), ("0000:61:00.0", None)],
         "claimed_memory_bytes": 16 << 30,
+        "others_on_cpus": [77, 78],
     }
     places = [([3, 0, 1], "0000:3b:00.0"), ([4, 2], "0000:5e:00.0"), ([5], None)]
     monkeypatch.setattr(_core, "places_of_ranks", lambda num_ranks: places[:num_ranks])
@@ -229,6 +230,7 @@ def test_nodes_and_the_cores_of_each_rank_are_told(monkeypatch, host):
     assert first in text
     assert "rank 2 gets 1 core of node 1 (CPUs 5) if a launcher says" in text
     assert "other processes have claimed 16.0 GiB of it" in text
+    assert "other processes (77, 78) step on the same cores" in text
 
 
 def test_a_section_that_fails_ends_no_other(monkeypatch, host):

@@ -132,9 +132,10 @@ def test_a_part_of_a_flat_tensor_is_asked_for_alone():
 
 def test_a_part_beyond_the_tensor_is_torchs_error():
     flat = torch.zeros(8)
-    Chunks([flat])
+    chunks = Chunks([flat])
     with pytest.raises(RuntimeError):
         flat.narrow(0, 6, 3)
+    assert chunks.calls == ["all"]
 
 
 @pytest.fixture
