@@ -12,7 +12,6 @@ import stepwell
 import torch
 from offload_cases import MODE_IDS, MODES, assert_equal, loss_of, pair, small, train
 from optim_cases import DTYPES, LAYOUT_IDS, LAYOUTS
-from torch.utils.checkpoint import checkpoint
 
 pytestmark = pytest.mark.usefixtures("every_gradient_is_a_batch")
 
@@ -56,31 +55,6 @@ def test_accumulated_gradients_are_whole(how, dtype, caplog):
 
 
 # ---- what it is used with ----
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("mode", [{}, {"accumulation_steps": 2}], ids=["untold", "told"])
-def test_activation_checkpointing(use_reentrant, mode):
-    class Checkpointed(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.shared = torch.nn.Linear(7, 7)
-            self.last = torch.nn.Linear(7, 3)
-
-        def forward(self, x):
-            x = x.requires_grad_()
-            for _ in range(3):
-                x = torch.tanh(checkpoint(self.shared, x, use_reentrant=use_reentrant))
-            return self.last(x)
-
-    ours, theirs = pair(Checkpointed(), **mode)
-    for step in range(3):
-        for net, optimizer in (ours, theirs):
-            optimizer.zero_grad()
-            loss_of(net, step).backward()
-            loss_of(net, step + 1).backward()
-            optimizer.step()
-    assert_equal(ours, theirs)
 
 
 def test_autocast_with_float32_parameters():

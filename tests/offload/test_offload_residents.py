@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import math
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -76,32 +75,6 @@ def test_groups_schedules_and_directions_are_each_parameters_own() -> None:
         pairs.append((each, optimizer))
     assert_same(pairs[0], pairs[2])
     assert_same(pairs[1], pairs[2])
-
-
-@pytest.mark.parametrize("where", [0, 1])
-@pytest.mark.parametrize("nonfinite", ["skip", "raise", "propagate"])
-def test_a_gradient_that_is_not_finite_is_decided_on_for_all(where: int, nonfinite: str) -> None:
-    runs = [made(model_of(), nbytes, nonfinite=nonfinite) for nbytes in (FIRST, 0)]
-    for model, optimizer in runs:
-        step_with(model, optimizer, 1)
-        loss_of(model, 2).backward()
-        grad = list(model.parameters())[where].grad
-        assert grad is not None
-        grad.view(-1)[0] = math.nan
-        if nonfinite == "raise":
-            with pytest.raises(ValueError, match="nan"):
-                optimizer.step()
-        else:
-            optimizer.step()
-        optimizer.zero_grad()
-        assert optimizer.skipped_steps == (nonfinite == "skip")
-        step_with(model, optimizer, 3)
-    if nonfinite != "propagate":
-        assert_same(*runs)
-    else:
-        # NaNs may have another payload.
-        for one, other in zip(runs[0][0].parameters(), runs[1][0].parameters(), strict=True):
-            assert torch.equal(one.isnan(), other.isnan())
 
 
 @pytest.mark.parametrize("moments", ["bf16", "q8"])
@@ -336,26 +309,6 @@ def test_state_of_another_shape_is_refused_and_nothing_is_stepped() -> None:
     with pytest.raises(ValueError, match=r"`exp_avg` .*first\.weight.* has the shape `\(3,\)`"):
         step_with(model, optimizer, 2)
     assert all(torch.equal(bits(value), before[name]) for name, value in model.state_dict().items())
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_resident_that_comes_back_to_host_memory_goes_on_with_its_state(
-    dtype: torch.dtype,
-) -> None:
-    pairs = []
-    for nbytes in (12 * 33 * 40 + 4, 0):
-        model, optimizer = made(model_of(dtype), nbytes)
-        for step in (1, 2):
-            step_with(model, optimizer, step)
-        first = optimizer.param_groups[0]["params"].pop(0)
-        other = nn.Parameter(torch.ones_like(first))
-        # It takes what the first one has left.
-        optimizer.add_param_group({"params": [other], "param_names": ["other"]})
-        optimizer.param_groups[0]["params"].insert(0, first)
-        for step in (3, 4):
-            step_with(model, optimizer, step)
-        pairs.append((model, optimizer))
-    assert_same(*pairs)
 
 
 @pytest.mark.parametrize("device_bytes_max", [FIRST, ALL])

@@ -158,28 +158,6 @@ def test_everything_selected_is_an_exact_run(dtype: torch.dtype) -> None:
     assert_same((model, optimizer), (exact_model, exact))
 
 
-def test_four_dimensions_have_channels_like_two() -> None:
-    """Each element of the weights has its gradient once, however late it is."""
-    found = []
-    for deferred in (None, Deferred(interval=4, fraction=1.0), Deferred(interval=3, fraction=0.3)):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Conv2d(3, 9, (3, 2)), nn.Conv2d(9, 5, 3)).to(DEVICE)
-        optimizer = OffloadAdamW(model, lr=1e-2, clip_norm=1.0, threads=1, deferred=deferred)
-        for step in range(14):
-            model(torch.zeros(1, 3, 8, 8, device=DEVICE)).sum().backward()
-            for index, param in enumerate(model.parameters()):
-                param.grad = drawn(param, step, index)
-            optimizer.step()
-            optimizer.zero_grad()
-        found.append((model, optimizer))
-    exact, everything, some = found
-    whole = 12 * sum(param.numel() for param in exact[0].parameters())
-    assert 0 < some[1].timing["selected_bytes"] < whole <= everything[1].timing["selected_bytes"]
-    # Gradients do not depend on how late weights are.
-    assert_same(everything, exact)
-    assert_same(some, exact)
-
-
 @pytest.mark.parametrize("has_trained", [True, False])
 @pytest.mark.parametrize("moments", ["fp32", *CODECS])
 def test_resuming_has_the_bits_of_going_on_with_a_drain(moments: str, has_trained: bool) -> None:

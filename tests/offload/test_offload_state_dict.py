@@ -17,31 +17,6 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_goes_on_where_torchs_adamw_was_and_back(dtype):
-    net = small(dtype)
-    reference = torch.optim.AdamW(net.named_parameters(), lr=1e-2)
-    train(net, reference, 3)
-    twin = copy.deepcopy(net)
-    optimizer = stepwell.OffloadAdamW(twin, lr=0.5)
-    optimizer.load_state_dict(copy.deepcopy(reference.state_dict()))
-    assert optimizer.param_groups[0]["lr"] == 1e-2
-    for index, param in enumerate(twin.parameters()):
-        assert optimizer.state[param]["step"] == 3
-        expected = reference.state_dict()["state"][index]["exp_avg"].float()
-        assert torch.equal(optimizer.state[param]["exp_avg"], expected)
-    train(twin, optimizer, 2, first=3)
-    train(net, reference, 2, first=3)
-    optimizer.synchronize()
-    if dtype == torch.float32:
-        for param, expected in zip(twin.parameters(), net.parameters(), strict=True):
-            torch.testing.assert_close(param, expected)
-    back = torch.optim.AdamW(twin.named_parameters(), lr=0.5)
-    back.load_state_dict(optimizer.decoded_state_dict())
-    assert back.state[twin[0].weight]["step"] == 5
-    train(twin, back, 1, first=5)
-
-
 def test_state_appears_with_the_first_step():
     # accelerate copies the state of a new optimizer to the accelerator and back.
     net, optimizer = pair()[0]
