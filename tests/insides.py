@@ -59,11 +59,6 @@ def twins_of(optimizer):
     return optimizer._twins
 
 
-def has_host_side(optimizer, param):
-    """Whether it takes host memory."""
-    return param in optimizer._twins
-
-
 def lift_limit(optimizer):
     """It takes as much host memory as it needs from now on."""
     optimizer._host._bytes_max = None

@@ -64,19 +64,6 @@ def test_what_another_process_has_claimed_is_refused_with_its_name_until_it_is_k
     assert _core.free_memory_bytes() > 0
 
 
-def test_a_claim_ends_with_its_block_and_with_the_object():
-    nbytes = 1 << 30
-    before = _core.MemoryClaim(nbytes)
-    assert not before.is_refused
-    with _core.MemoryClaim(nbytes) as claim:
-        before.end()
-        before.end()
-        most = claim.room_nbytes
-    assert _core.MemoryClaim(2 * most).is_refused
-    # Both have ended: the next one has the room of the first.
-    assert _core.MemoryClaim(0).room_nbytes >= most - nbytes // 2
-
-
 @pytest.mark.timeout(90)
 def test_ranks_on_the_same_cores_warn_once_and_those_of_a_launcher_do_not():
     with another(STEPS) as first:
@@ -105,17 +92,6 @@ def test_a_folder_that_cannot_be_used_is_said_to_ranks_and_stops_nothing(tmp_pat
     assert str(tmp_path / "file") in text
     assert "hint: STEPWELL_CLAIMS_FOLDER" in text
     assert text.count("claimed") == 1
-
-
-def test_every_rank_has_cores_of_its_own():
-    places = _core.places_of_ranks(2)
-    cores = {cpu["id"]: cpu["core"] for cpu in _core.system_info()["cpus"]}
-    of_ranks = [{cores[cpu] for cpu in cpus} for cpus, _ in places]
-    assert all(of_ranks)
-    if len(set(cores.values())) > 1:
-        assert not of_ranks[0] & of_ranks[1]
-    with pytest.raises(ValueError, match="`0`"):
-        _core.places_of_ranks(0)
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,10 @@
 """`stepwell bench offload`: at sizes where nothing is learned about speed."""
 
 import json
-import sys
 
 import fork_server
 import pytest
-from rich.console import Console
 from stepwell.cli import app
-from stepwell.cli._report import write
 from typer.testing import CliRunner
 
 TIMEOUT = 110
@@ -22,16 +19,6 @@ def stepwell(*arguments, cwd, **environment):
 
 def invoke(*arguments):
     return CliRunner().invoke(app, arguments)
-
-
-def test_without_matplotlib_the_numbers_are_written_and_the_plot_is_missed(
-    tmp_path, monkeypatch, capsys
-):
-    monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
-    write(Console(), tmp_path / "new", "name", {"a": 1}, lambda figure: None)
-    assert json.loads((tmp_path / "new" / "name.json").read_text()) == {"a": 1}
-    assert not (tmp_path / "new" / "name.png").exists()
-    assert "hint: pip install 'stepwell[demo]'" in capsys.readouterr().out
 
 
 def test_offload_is_held_against_the_bound(tmp_path):

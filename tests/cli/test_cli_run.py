@@ -80,22 +80,17 @@ def stepwell(*arguments, cwd, **environment):
     return execute(sys.executable, "-m", "stepwell", *arguments, cwd=cwd, **environment)
 
 
-def test_a_script_sees_what_python_shows_it(tmp_path):
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    (folder / "show.py").write_text(SHOW)
-    arguments = ["folder/show.py", "-m", "--help", "--", "--lr=3"]
-    ours = stepwell("run", *arguments, cwd=tmp_path)
-    python = execute(sys.executable, *arguments, cwd=tmp_path)
-    assert (ours.returncode, ours.stderr, ours.stdout) == (0, "", python.stdout)
-
-
-def test_a_module_sees_what_python_shows_it(tmp_path):
+@pytest.mark.parametrize(
+    "arguments",
+    [["package/show.py", "-m", "--help", "--", "--lr=3"], ["-m", "package", "run", "--help"]],
+    ids=["script", "module"],
+)
+def test_a_program_sees_what_python_shows_it(tmp_path, arguments):
     package = tmp_path / "package"
     package.mkdir()
     (package / "__init__.py").touch()
-    (package / "__main__.py").write_text(SHOW)
-    arguments = ["-m", "package", "run", "--help"]
+    for name in ("show.py", "__main__.py"):
+        (package / name).write_text(SHOW)
     ours = stepwell("run", *arguments, cwd=tmp_path)
     python = execute(sys.executable, *arguments, cwd=tmp_path)
     assert (ours.returncode, ours.stderr, ours.stdout) == (0, "", python.stdout)

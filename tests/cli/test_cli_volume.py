@@ -80,20 +80,6 @@ def test_whole_and_damaged_volumes(folders):
     assert "give all drives" in text
 
 
-@pytest.mark.timeout(60)
-def test_a_fifo_in_the_place_of_a_member_is_not_waited_for(folders):
-    trained(folders)
-    gc.collect()
-    path = folders[1] / "run.1.stepwell"
-    path.unlink()
-    os.mkfifo(path)
-    code, text = run("ls", *folders)
-    assert (code, "run: 2 members" in text) == (0, True)
-    for command in ("check", "rm"):
-        code, text = run(command, *folders, "--name", "run")
-        assert (code, "no regular file" in text) == (1, True)
-
-
 def test_what_is_removed(folders):
     for name in ("run", "walk"):
         trained(folders, name)

@@ -46,14 +46,14 @@ def environments(ranks):
     ]
 
 
-def run_deepspeed(part, folder):
-    """What a part of `net_deepspeed.py` finds."""
+def run_deepspeed(folder):
+    """What `net_deepspeed.py` finds."""
     environment = environments(1)[0] | {
         "DS_ACCELERATOR": "cpu",
         "TORCH_EXTENSIONS_DIR": str(folder / "extensions"),
     }
     script = Path(__file__).parent / "net_deepspeed.py"
-    command = ["-m", "stepwell", "run", str(script), str(folder), part]
+    command = ["-m", "stepwell", "run", str(script), str(folder)]
     done = subprocess.run(
         [sys.executable, *command],
         env=environment,
@@ -63,7 +63,7 @@ def run_deepspeed(part, folder):
         check=False,
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-8000:]
-    return torch.load(folder / f"{part}.pt")
+    return torch.load(folder / "programs.pt")
 
 
 class TorchAdamW(torch.optim.AdamW):

@@ -1,12 +1,10 @@
-"""A user's script for DeepSpeed: `stepwell run net_deepspeed.py FOLDER PART`.
+"""A user's script for DeepSpeed: `stepwell run net_deepspeed.py FOLDER`.
 
-It knows nothing of Stepwell. What comes of it lies in `FOLDER/PART.pt`, each by its name.
+It knows nothing of Stepwell. What comes of it lies in `FOLDER/programs.pt`, each by its name.
 """
 
-import json
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import deepspeed
 import torch
@@ -19,10 +17,6 @@ from deepspeed.utils import (
 )
 
 LR, CLIP = 1e-2, 0.05
-CORPUS = Path(__file__).resolve().parents[1] / "deepspeed_corpus.json"
-STEPS = 3
-# Of them, those that a loss scale of 2 ** 32 takes to come down.
-STEPS_MAX = 40
 
 
 def perceptron():
@@ -37,105 +31,6 @@ def loss_of(model, index):
 
 def is_ours(engine):
     return any(each.__module__.startswith("stepwell") for each in type(engine.optimizer).__mro__)
-
-
-# ---- published configurations ----
-
-
-def filled(config, precision):
-    """A configuration with its "auto" filled as HF Trainer does."""
-    from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
-
-    config = json.loads(json.dumps(config))
-    is_bf16 = "bf16" in config and precision != "fp16"
-    warmup = config.get("scheduler", {}).get("params", {}).get("warmup_num_steps")
-    arguments = SimpleNamespace(
-        world_size=1,
-        per_device_train_batch_size=4,
-        gradient_accumulation_steps=1,
-        max_grad_norm=1.0,
-        learning_rate=LR,
-        adam_beta1=0.9,
-        adam_beta2=0.999,
-        adam_epsilon=1e-8,
-        weight_decay=0.01,
-        save_on_each_node=False,
-        bf16=is_bf16,
-        bf16_full_eval=False,
-        fp16=not is_bf16,
-        fp16_full_eval=False,
-        get_warmup_steps=lambda _: warmup if isinstance(warmup, int) else 1,
-    )
-    trainer = HfTrainerDeepSpeedConfig(config)
-    trainer.trainer_config_process(arguments)
-    # A user who has written a value down gives the same to Trainer.
-    trainer.mismatches.clear()
-    model = SimpleNamespace(config=SimpleNamespace(hidden_size=32))
-    trainer.trainer_config_finalize(arguments, model, 100)
-    if "train_batch_size" not in trainer.config:
-        trainer.config.setdefault("train_micro_batch_size_per_gpu", 4)
-    return trainer.config
-
-
-def client_of(kind, groups, config):
-    """The optimizer that the program gives to DeepSpeed; None: the JSON has it."""
-    if kind is None:
-        return None
-    if kind == "DeepSpeedCPUAdam":
-        return deepspeed.ops.adam.DeepSpeedCPUAdam(groups, lr=LR)
-    optimizer = torch.optim.AdamW(groups, lr=LR)
-    if not config.get("zero_force_ds_cpu_optimizer", True):
-        return optimizer
-    # Trainer's way there.
-    from accelerate.utils.deepspeed import map_pytorch_optim_to_deepspeed
-
-    return map_pytorch_optim_to_deepspeed(optimizer)
-
-
-def published(entry, folder):
-    config = filled(entry["config"], entry.get("precision"))
-    for block in config["zero_optimization"].values():
-        if isinstance(block, dict) and "nvme_path" in block:
-            block["nvme_path"] = str(folder)
-    model = perceptron()
-    groups = [
-        {"params": [each for each in model.parameters() if each.ndim > 1], "weight_decay": 0.01},
-        {"params": [each for each in model.parameters() if each.ndim <= 1], "weight_decay": 0.0},
-    ]
-    client = client_of(entry.get("client"), groups, config)
-    engine = deepspeed.initialize(
-        model=model, optimizer=client, model_parameters=None if client else groups, config=config
-    )[0]
-    losses = []
-    while len(losses) < STEPS_MAX and engine.global_steps - engine.skipped_steps < STEPS:
-        for micro in range(engine.gradient_accumulation_steps()):
-            loss = loss_of(engine, 100 * engine.global_steps + micro)
-            losses.append(round(loss.item(), 6))
-            engine.backward(loss)
-            engine.step()
-    masters = [safe_get_full_fp32_param(param) for param in model.parameters()]
-    found = {
-        "on the engine": is_ours(engine),
-        "skipped": engine.skipped_steps,
-        "losses": losses,
-        "size of masters": round(sum(float(each.abs().sum()) for each in masters), 3),
-    }
-    engine.destroy()
-    return found
-
-
-def corpus(folder):
-    deepspeed.get_accelerator().is_fp16_supported = lambda: True
-    found = {}
-    for entry in json.loads(CORPUS.read_text()):
-        try:
-            found[entry["origin"]] = published(entry, folder)
-        except Exception as error:  # noqa: BLE001
-            found[entry["origin"]] = {"error": f"{type(error).__name__}: {error}"}
-    return found
-
-
-# ---- programs ----
 
 
 def engine_of(config):
@@ -242,9 +137,8 @@ def programs(folder):
 
 
 def main():
-    folder, part = Path(sys.argv[1]), sys.argv[2]
-    found = {"corpus": corpus, "programs": programs}[part](folder)
-    torch.save(found, folder / f"{part}.pt")
+    folder = Path(sys.argv[1])
+    torch.save(programs(folder), folder / "programs.pt")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from net_cases import assert_near, assert_same_bits, run_deepspeed
 
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory):
-    return run_deepspeed("programs", tmp_path_factory.mktemp("programs"))
+    return run_deepspeed(tmp_path_factory.mktemp("programs"))
 
 
 PLACES = [f"{stage} {device}" for stage in (1, 2, 3) for device in ("cpu", "nvme")]

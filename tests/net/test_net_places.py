@@ -1,5 +1,7 @@
 """Programs (`net_programs`) with state on drives, or with updates that are late: the same bits."""
 
+from collections import defaultdict
+
 import pytest
 import stepwell
 import torch
@@ -34,6 +36,19 @@ def test_a_step_that_raises_changes_nothing(face, value, tmp_path):
     unhurt = make(again.parameters(), model=again)
     train(again, unhurt, 4)
     assert_same_bits(result(net, optimizer), result(again, unhurt))
+
+
+def test_state_is_replaced_while_updates_are_deferred():
+    found = []
+    for options in ({}, {"deferred": stepwell.Deferred(interval=3)}):
+        make = Face(options=options, net_class=Slopes)
+        net = make.net(torch.device("cpu"))
+        optimizer = make(net.parameters(), model=net)
+        train(net, optimizer, 4)
+        optimizer.state = defaultdict(dict)
+        train(net, optimizer, 2, first=4)
+        found.append(result(net, optimizer))
+    assert_same_bits(*found)
 
 
 def test_updates_are_late_where_they_are_to_be():

@@ -85,19 +85,18 @@ def step_with(
     optimizer.zero_grad()
 
 
-def assert_same(
-    one: tuple[nn.Module, torch.optim.Optimizer], other: tuple[nn.Module, torch.optim.Optimizer]
-) -> None:
-    """Weights, masters and moments are the same to the bit."""
-    for _, optimizer in (one, other):
-        optimizer.state_dict()
-    pairs = zip(one[0].named_parameters(), other[0].parameters(), strict=True)
-    for (name, param), expected in pairs:
+def assert_same(one: tuple[nn.Module, OffloadAdamW], other: tuple[nn.Module, OffloadAdamW]) -> None:
+    """Weights and state dicts are the same to the bit."""
+    states = [optimizer.state_dict()["state"] for _, optimizer in (one, other)]
+    assert states[0].keys() == states[1].keys()
+    named = enumerate(zip(one[0].named_parameters(), other[0].parameters(), strict=True))
+    for index, ((name, param), expected) in named:
         assert torch.equal(bits(param), bits(expected)), name
-        state, expected_state = one[1].state[param], other[1].state[expected]
-        assert state.keys() == expected_state.keys()
-        for key, value in state.items():
-            assert torch.equal(bits(value), bits(expected_state[key])), f"{key} of {name}"
+        ours, theirs = states[0].get(index, {}), states[1].get(index, {})
+        assert ours.keys() == theirs.keys(), name
+        for key, value in ours.items():
+            assert value.is_cpu
+            assert torch.equal(bits(value), bits(theirs[key])), f"{key} of {name}"
 
 
 def pair(

@@ -5,7 +5,6 @@ Beside `AdamW`, whose weights are the parameters themselves: to the bit.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -152,27 +151,6 @@ def test_a_mask_behind_every_step_stalls_nothing_else(options: dict[str, Any]) -
     assert results[0] == results[1]
 
 
-@pytest.mark.parametrize("nonfinite", ["skip", "raise"])
-def test_a_write_before_a_step_that_is_not_taken_counts_in_the_next(nonfinite: str) -> None:
-    results = []
-    for kind in (AdamW, OffloadAdamW):
-        params, optimizer = made(kind, torch.bfloat16, lr=0.1, nonfinite=nonfinite)
-        for step in range(3):
-            for param in params:
-                param.grad = torch.full_like(param, float("inf") if step == 1 else 0.5)
-                if step == 1:
-                    by_data(param)
-            if step == 1 and nonfinite == "raise":
-                with pytest.raises(ValueError, match="nothing was changed"):
-                    optimizer.step()
-            else:
-                optimizer.step()
-        if isinstance(optimizer, OffloadAdamW):
-            optimizer.synchronize()
-        results.append(bits(params))
-    assert results[0] == results[1]
-
-
 def test_the_same_bits_written_again_are_no_write() -> None:
     # Trailing bits of the master stay.
     results = []
@@ -201,101 +179,3 @@ def test_a_write_while_updates_are_deferred_is_refused() -> None:
     by_a_storage(model.weight)
     with pytest.raises(ValueError, match="the writes are lost"):
         optimizer.step()
-
-
-@pytest.mark.parametrize("change", ["freed", "of another dtype"])
-def test_a_frozen_weight_that_is_no_more_what_it_was_is_refused(change: str) -> None:
-    """While updates of it are deferred: nothing is read where it was."""
-    model = nn.Sequential(nn.Linear(33, 5, device=DEVICE), nn.Linear(5, 3, device=DEVICE))
-    optimizer = OffloadAdamW(model, lr=0.1, deferred=Deferred(interval=4))
-    for _ in range(3):
-        optimizer.zero_grad()
-        model(torch.ones(2, 33, device=DEVICE)).sum().backward()
-        optimizer.step()
-    optimizer.zero_grad()
-    model(torch.ones(2, 33, device=DEVICE)).sum().backward()
-    first = model[0].weight
-    first.grad = None
-    first.data = torch.empty(0, device=DEVICE) if change == "freed" else first.data.bfloat16()
-    with pytest.raises((ValueError, RuntimeError)):
-        optimizer.step()
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("whole", [False, True])
-def test_a_program_that_goes_back_to_weights_and_state_that_it_kept(
-    dtype: torch.dtype, whole: bool
-) -> None:
-    results = []
-    for kind in (AdamW, OffloadAdamW):
-        params, optimizer = made(kind, dtype, lr=0.01)
-
-        def train(steps: range, params: Any = params, optimizer: Any = optimizer) -> None:
-            for step in steps:
-                for at, param in enumerate(params):
-                    torch.manual_seed(10 * step + at)
-                    param.grad = torch.randn(param.shape).to(param)
-                optimizer.step()
-
-        train(range(3))
-        weights = [param.detach().clone() for param in params]
-        kept = {
-            param: {name: value.clone() for name, value in optimizer.state[param].items()}
-            for param in params
-        }
-        train(range(3, 6))
-        with torch.no_grad():
-            for param, weight in zip(params, weights, strict=True):
-                param.copy_(weight)
-        if whole:
-            optimizer.state = defaultdict(dict, kept)
-        else:
-            for param in params:
-                optimizer.state[param] = kept[param]
-        train(range(6, 9))
-        if isinstance(optimizer, OffloadAdamW):
-            optimizer.synchronize()
-        results.append(bits(params))
-    assert results[0] == results[1]
-
-
-def test_rereading_parameters_is_needless_and_says_so() -> None:
-    optimizer = OffloadAdamW([nn.Parameter(torch.ones(3))])
-    with pytest.warns(FutureWarning, match="needless"):
-        optimizer.reread_parameters()
-
-
-@pytest.mark.parametrize("writes", [False, True])
-@pytest.mark.parametrize("kept", [True, False], ids=["kept", "without fingerprints"])
-def test_state_that_a_program_has_put_in_place_is_verified(kept: bool, writes: bool) -> None:
-    """What an older state has of the master belongs to the weight of then."""
-    results = []
-    for kind in (AdamW, OffloadAdamW):
-        params, optimizer = made(kind, torch.bfloat16, lr=0.01)
-
-        def train(steps: range, params: Any = params, optimizer: Any = optimizer) -> None:
-            for step in steps:
-                for at, param in enumerate(params):
-                    torch.manual_seed(10 * step + at)
-                    param.grad = torch.randn(param.shape).to(param)
-                optimizer.step()
-
-        train(range(3))
-        states = [
-            {
-                name: value.clone()
-                for name, value in optimizer.state[param].items()
-                if kept or name != "fingerprints"
-            }
-            for param in params
-        ]
-        train(range(3, 6))
-        for param, state in zip(params, states, strict=True):
-            optimizer.state[param] = state
-            if writes:
-                param.data.mul_(-0.5)
-        train(range(6, 9))
-        if isinstance(optimizer, OffloadAdamW):
-            optimizer.synchronize()
-        results.append(bits(params))
-    assert results[0] == results[1]

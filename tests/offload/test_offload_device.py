@@ -166,23 +166,3 @@ def test_a_model_that_was_moved_is_refused():
     loss.backward()
     with pytest.raises(ValueError, match="hint: move the model before the optimizer is made"):
         optimizer.step()
-
-
-@pytest.mark.parametrize("moments", ["fp32", "q8"])
-def test_state_that_was_moved_to_the_device_is_taken_back(moments):
-    """Lightning moves what it has loaded."""
-
-    def run(*, is_moved):
-        model = net(torch.bfloat16)
-        optimizer = stepwell.OffloadAdamW(model, lr=1e-2, moments=moments)
-        train(model, optimizer, 2)
-        for state in optimizer.state.values() if is_moved else ():
-            for name in state.keys() - {"step"}:
-                state[name] = state[name].to(DEVICE, copy=True)
-        result = train(model, optimizer, 2)
-        assert all(value.is_cpu for state in optimizer.state.values() for value in state.values())
-        return result
-
-    (losses, weights), (expected_losses, expected) = run(is_moved=True), run(is_moved=False)
-    assert losses == expected_losses
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(weights, expected, strict=True))

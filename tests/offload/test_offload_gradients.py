@@ -1,21 +1,15 @@
-"""Gradients that are copied in the backward: which, when and behind which stream."""
-
-import math
-import threading
-import weakref
+"""Gradients: which are copied in the backward, and when; what changes, and what is dropped."""
 
 import pytest
 import stepwell
 import torch
-from offload_cases import assert_equal, loss_of, pair, train
+from insides import background_of
+from offload_cases import assert_equal, loss_of, pair, small, train
 from stepwell.store import engine, gradients
-from stepwell.store.gradients import may_change_after_backward
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import checkpoint as checkpointing
 
 pytestmark = pytest.mark.usefixtures("every_gradient_is_a_batch")
-
-SECONDS_MAX = 60
-
 
 # ---- what is copied, and when ----
 
@@ -31,7 +25,7 @@ class Copies:
         self.optimizer = stepwell.OffloadAdamW(list(self.params.values()), **options)
         self._taken = []
         names = {id(param): name for name, param in self.params.items()}
-        core = self.optimizer._background.opened()
+        core = background_of(self.optimizer).opened()
         take = core.take
 
         def noted(params, grads):
@@ -48,10 +42,6 @@ class Copies:
 
     def backwards(self, names):
         return [self.backward(name) for name in names]
-
-    def missing(self, name):
-        param = self.params[name]
-        return bool(self.optimizer._collector.missing([param], [param.grad]))
 
 
 def test_a_batch_is_copied_once_it_is_full(monkeypatch):
@@ -90,151 +80,6 @@ def test_the_last_backward_is_known_where_it_is_said(monkeypatch):
     assert copies.backwards("ab") == ["", "a"]
 
 
-def test_a_copy_is_of_one_tensor_at_one_version(monkeypatch):
-    copies = Copies(monkeypatch, {"copied": 3, "waits": 3, "new": 3}, accumulation_steps=1)
-    collector, param = copies.optimizer._collector, copies.params["copied"]
-    assert not collector.is_any_taken
-    assert copies.backward("copied") == ""
-    assert collector.is_any_taken and copies.missing("copied")
-    assert copies.backward("waits") == "copied"
-    assert not copies.missing("copied") and copies.missing("waits")
-    assert collector.missing([param], [torch.ones_like(param)]) == [0]
-    param.grad.add_(1)
-    assert copies.missing("copied")
-    copies.optimizer.zero_grad()
-    assert not collector.is_any_taken
-
-
-def test_a_step_leaves_nothing_taken(monkeypatch):
-    copies = Copies(monkeypatch, {"a": 3, "b": 3}, accumulation_steps=1)
-    assert copies.backwards("ab") == ["", "a"]
-    copies.optimizer.step()
-    assert copies.missing("a") and not copies.optimizer._collector.is_any_taken
-
-
-def test_copies_that_are_forgotten_hold_no_engine():
-    net, optimizer = pair(accumulation_steps=1)[0]
-    train(net, optimizer, 1)
-    loss_of(net, 1).backward()
-    freed = weakref.ref(optimizer._background.engine)
-    added = torch.nn.Parameter(torch.ones(3))
-    optimizer.add_param_group({"params": [added]})
-    assert freed() is None
-
-
-def elsewhere(data):
-    """The same values, in memory that begins amid a word."""
-    return torch.cat([data.new_zeros(1), data.flatten()])[1:].view(data.shape)
-
-
-def as_columns(data):
-    """Other values of the same memory, in the same shape."""
-    return data.as_strided(data.shape, (1, data.shape[0]))
-
-
-@pytest.mark.parametrize("moved", [elsewhere, as_columns])
-def test_a_copy_is_of_memory_in_one_place(moved, monkeypatch):
-    copies = Copies(monkeypatch, {"a": (3, 5), "b": 3, "c": 3}, accumulation_steps=1)
-    assert copies.backwards("abc") == ["", "a", "b"]
-    read, grad = copies.optimizer._collector.read, copies.params["a"].grad
-    assert read(torch.tensor(2.5), None) == (2.5, False)
-    assert not copies.missing("a")
-    grad.data = moved(grad.data)
-    assert read(torch.tensor(3.5), torch.tensor(True)) == (3.5, True)
-    assert copies.missing("a") and not copies.missing("b")
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_other_ranks_may_change_a_gradient_after_the_backward(world_size, monkeypatch):
-    assert not may_change_after_backward()
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: world_size)
-    assert may_change_after_backward() == (world_size > 1)
-
-
-def test_gradients_that_are_not_changed_cross_once():
-    net, optimizer = pair(accumulation_steps=1)[0]
-    for step in range(3):
-        optimizer.zero_grad()
-        loss_of(net, step).backward()
-        optimizer.step()
-    optimizer.synchronize()
-    assert optimizer.timing["bytes_downloaded"] == sum(param.nbytes for param in net.parameters())
-
-
-# ---- gradients that are not copied in the backward ----
-
-
-def train_with(net, optimizer, prepare):
-    """Steps with gradients that are there before the backward; what was taken in it, by name."""
-    taken = set()
-    for step in range(2):
-        optimizer.zero_grad()
-        prepare(net)
-        loss_of(net, step).backward()
-        if isinstance(optimizer, stepwell.OffloadAdamW):
-            collector = optimizer._collector
-            ids = {*collector._copied, *collector._waiting}
-            taken |= {name for name, param in net.named_parameters() if id(param) in ids}
-        optimizer.step()
-    return taken
-
-
-def set_columns(net):
-    net[2].weight.grad = torch.zeros_like(net[2].weight.t()).contiguous().t()
-
-
-@pytest.mark.filterwarnings("ignore:grad and param do not obey")
-def test_a_gradient_that_is_not_in_one_run_is_left_to_the_step(caplog):
-    ours, theirs = pair(accumulation_steps=1)
-    names = {name for name, _ in ours[0].named_parameters()}
-    assert train_with(*ours, set_columns) == names - {"2.weight"}
-    train_with(*theirs, set_columns)
-    assert_equal(ours, theirs)
-    assert "cross the bus again" not in caplog.text
-
-
-def test_a_sparse_gradient_is_refused_in_the_step():
-    table = torch.nn.Embedding(5, 3, sparse=True)
-    optimizer = stepwell.OffloadAdamW(table, accumulation_steps=1)
-    table(torch.tensor([1, 2])).sum().backward()
-    with pytest.raises(ValueError, match="expected a dense tensor"):
-        optimizer.step()
-
-
-def test_a_gradient_that_other_ranks_may_change_is_left_to_the_step(monkeypatch):
-    ours, theirs = pair(accumulation_steps=1)
-    monkeypatch.setattr(gradients, "may_change_after_backward", lambda: True)
-    assert not train_with(*ours, lambda _: None)
-    train_with(*theirs, lambda _: None)
-    assert_equal(ours, theirs)
-
-
-MOVES = {
-    "dtype": (lambda data: data.bfloat16(), "is `torch.bfloat16`"),
-    "shape": (lambda data: data[:3].clone(), r"expected `torch.float32` of `\(500, 7\)`"),
-}
-
-
-@pytest.mark.parametrize(("move", "message"), MOVES.values(), ids=MOVES.keys())
-def test_a_backward_after_a_move_of_the_model_copies_nothing_of_it(move, message):
-    """Its gradient may be smaller than what the engine would read."""
-    net, optimizer = pair(accumulation_steps=1)[0]
-    train(net, optimizer, 1)
-    optimizer.zero_grad()
-    optimizer.synchronize()
-    weight, collector = net[0].weight, optimizer._collector
-    weight.data = move(weight.data)
-    (weight.sum() * 2).backward()
-    assert weight.grad.dtype == weight.dtype
-    # With the next gradient it is its turn.
-    net[0].bias.sum().backward()
-    assert id(weight) not in collector._waiting
-    assert not collector._copied
-    with pytest.raises(ValueError, match=message):
-        optimizer.step()
-
-
 @pytest.mark.parametrize("accumulate", ["device", "host"])
 def test_a_lazy_zero_is_stepped_as_zero(accumulate):
     ours, theirs = (torch.nn.Parameter(torch.ones(4, 4)) for _ in range(2))
@@ -242,49 +87,6 @@ def test_a_lazy_zero_is_stepped_as_zero(accumulate):
     stepwell.OffloadAdamW([ours], accumulate=accumulate).step()
     stepwell.AdamW([theirs]).step()
     assert torch.equal(ours, theirs)
-
-
-# ---- whole backwards, and several streams ----
-
-
-@pytest.mark.parametrize("turns", [1, 2, 3, 8])
-def test_gradients_are_copied_behind_the_stream_that_made_them(turns, monkeypatch):
-    """A batch holds those of one stream, and is taken while that is the current one."""
-    ours, theirs = pair(accumulation_steps=1)
-    net, optimizer = ours
-    train(net, optimizer, 1)
-    train(*theirs, 1)
-    # The hooks of autograd run in this order.
-    made: dict[torch.Tensor, int] = {}
-    current = [0]
-
-    def stream(_):
-        current[0] = len(made) // turns
-        return current[0]
-
-    monkeypatch.setattr(gradients, "current_stream", stream)
-    take, taken = optimizer._background.engine.take, []
-    for param in net.parameters():
-        # Behind the optimizer's.
-        param.register_post_accumulate_grad_hook(lambda each: made.update({each: current[0]}))
-
-    def noted_take(params, grads):
-        taken.extend((made[param], current[0]) for param in params)
-        take(params, grads)
-
-    monkeypatch.setattr(optimizer._background.engine, "take", noted_take)
-    optimizer.zero_grad()
-    loss_of(net, 1).backward()
-    assert all(maker == behind for maker, behind in taken)
-    count = len(made)
-    # All but the last of each stream.
-    assert len(taken) == count - -(-count // turns)
-    optimizer.step()
-    theirs[1].zero_grad()
-    loss_of(theirs[0], 1).backward()
-    theirs[1].step()
-    monkeypatch.undo()
-    assert_equal(ours, theirs)
 
 
 @pytest.mark.parametrize("checkpointed", [(1, 4), (0, 5)])
@@ -313,37 +115,217 @@ def test_copies_are_waited_for_when_the_whole_backward_has_ended(
     assert waits == [10, 10]
 
 
-def test_each_of_two_backwards_at_once_waits_for_its_copies(monkeypatch):
-    params = [torch.nn.Parameter(torch.ones(4)) for _ in range(6)]
-    optimizer = stepwell.OffloadAdamW(params, accumulation_steps=1)
-    optimizer._background.opened()
-    waits = []
-    monkeypatch.setattr(
-        engine.Engine,
-        "order_after_copies",
-        lambda _: waits.append(threading.current_thread().name),
+# ---- what a program writes or frees behind the backward is stepped as it is ----
+
+
+def _replace_data(grad):
+    grad.data = grad.data * 0.1
+
+
+EDITS = {
+    "data.mul_": lambda grad: grad.data.mul_(1e-3),
+    "data.zero_": lambda grad: grad.data.zero_(),
+    "numpy": lambda grad: grad.numpy().fill(0.5),
+    "data =": _replace_data,
+    "mul_": lambda grad: grad.mul_(1e-3),
+    "set_": lambda grad: grad.set_(grad.data * 0.1),
+}
+
+
+@pytest.mark.parametrize("which", ["all", "one"])
+@pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS.keys())
+def test_gradients_changed_after_their_copy_cross_again(edit, which, caplog):
+    ours, theirs = pair(accumulation_steps=1)
+    for net, optimizer in (ours, theirs):
+        for step in range(3):
+            optimizer.zero_grad()
+            loss_of(net, step).backward()
+            for param in list(net.parameters())[:: 1 if which == "all" else 4]:
+                edit(param.grad)
+            optimizer.step()
+    assert_equal(ours, theirs)
+    assert caplog.text.count("cross the bus again") == 1
+    assert ours[1].grad_norm == pytest.approx(
+        torch.nn.utils.get_total_norm([p.grad for p in theirs[0].parameters()]).item()
     )
-    are_copied, has_ended = threading.Event(), threading.Event()
-    root = torch.ones(4, requires_grad=True) * 1.0
 
-    def wait(_):
-        # The gradient of the root is the last.
-        are_copied.set()
-        assert has_ended.wait(SECONDS_MAX)
 
-    root.register_hook(wait)
+def test_a_gradient_may_be_written_while_it_would_be_copied(monkeypatch):
+    """Its copy has ended when the backward has, or the device is ordered so."""
+    monkeypatch.setattr(gradients, "BATCH_BYTES", 64 << 20)
 
-    def first():
-        math.prod(params[:3], start=root).sum().backward()
+    def train(**options):
+        torch.manual_seed(0)
+        params = [torch.nn.Parameter(torch.randn(1 << 24) * 0.01) for _ in range(3)]
+        optimizer = stepwell.OffloadAdamW(params, lr=1e-3, **options)
+        for _ in range(2):
+            (sum(each.square().sum() for each in params) + (params[0] * params[1]).sum()).backward()
+            for each in params:
+                # As for a log. Bits are the same.
+                each.grad.data.mul_(2.0**-10)
+                each.grad.data.mul_(2.0**10)
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.synchronize()
+        return params
 
-    def second():
-        assert are_copied.wait(SECONDS_MAX)
-        math.prod(params[3:], start=torch.ones(4)).sum().backward()
-        has_ended.set()
+    for one, other in zip(train(accumulation_steps=1), train(), strict=True):
+        assert torch.equal(one, other)
 
-    threads = [threading.Thread(target=each, name=each.__name__) for each in (first, second)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(SECONDS_MAX)
-    assert sorted(waits) == ["first", "second"]
+
+# ---- what no step takes: cleared, of a step that is not made, of a backward that fails ----
+
+
+def clear_by_optimizer(net, optimizer):
+    optimizer.zero_grad()
+
+
+def clear_by_model(net, optimizer):
+    net.zero_grad()
+
+
+def set_to_zero(net, optimizer):
+    optimizer.zero_grad(set_to_none=False)
+    for param in net.parameters():
+        # The next backward makes another.
+        param.grad = None
+
+
+@pytest.mark.parametrize("batch_bytes", [0, 64 << 20], ids=["copied", "waiting"])
+@pytest.mark.parametrize("clear", [clear_by_optimizer, clear_by_model, set_to_zero])
+def test_gradients_that_are_cleared_are_let_go(clear, batch_bytes, monkeypatch):
+    """A program that skips batches holds no more than one set of gradients."""
+    monkeypatch.setattr(gradients, "BATCH_BYTES", batch_bytes)
+    ours, theirs = pair(accumulation_steps=1)
+    net, optimizer = ours
+    held = []
+    for step in range(20):
+        loss_of(net, step).backward()
+        held += [StorageWeakRef(param.grad.untyped_storage()) for param in net.parameters()]
+        clear(net, optimizer)
+        held = [storage for storage in held if not storage.expired()]
+        assert len(held) <= len(list(net.parameters())), step
+        if clear is not clear_by_model:
+            assert not held
+    for each in (ours, theirs):
+        train(*each, 2)
+    assert_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_cleared_backward_does_not_count(set_to_none, caplog):
+    """Of three backwards the first is cleared: the last is the third, which crosses once."""
+    ours, theirs = pair(accumulation_steps=2)
+    for net, optimizer in (ours, theirs):
+        loss_of(net, 0).backward()
+        optimizer.zero_grad(set_to_none=set_to_none)
+        loss_of(net, 1).backward()
+        loss_of(net, 2).backward()
+        optimizer.step()
+    assert_equal(ours, theirs)
+    assert "cross the bus again" not in caplog.text
+    nbytes = sum(param.nbytes for param in ours[0].parameters())
+    assert ours[1].timing["bytes_downloaded"] == nbytes
+
+
+class Broken(torch.autograd.Function):
+    """Passes on what it gets, and fails in the backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise RuntimeError("this backward fails")
+
+
+def fail_half_way(net, step):
+    """A backward that reaches the last layer, and no other."""
+    *front, last = net
+    x = torch.linspace(-1, 1, 28).view(4, 7) + step
+    for layer in front:
+        x = layer(x)
+    with pytest.raises(RuntimeError, match="this backward fails"):
+        last(Broken.apply(x)).square().sum().backward()
+
+
+OPTIONS = [{}, {"accumulation_steps": 1}, {"accumulation_steps": 2}, {"accumulate": "host"}]
+OPTION_IDS = ["untold", "told", "two", "host"]
+
+
+@pytest.mark.parametrize("clears", [True, False], ids=["cleared", "not cleared"])
+@pytest.mark.parametrize("options", OPTIONS, ids=OPTION_IDS)
+def test_a_backward_that_fails_leaves_what_it_leaves_in_torch(options, clears):
+    """Nothing but what is in `param.grad`, and that only until it is cleared."""
+    ours = small()
+    theirs = small()
+    optimizer = stepwell.OffloadAdamW(ours, lr=1e-2, **options)
+    reference = torch.optim.AdamW(theirs.parameters(), lr=1e-2)
+    for net, each in ((ours, optimizer), (theirs, reference)):
+        for step in range(4):
+            each.zero_grad()
+            if step % 2:
+                fail_half_way(net, step)
+                if clears:
+                    each.zero_grad()
+            loss_of(net, step).backward()
+            loss_of(net, step + 1).backward()
+            each.step()
+    optimizer.synchronize()
+    for param, expected in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(param, expected)
+        for name in ("exp_avg", "exp_avg_sq"):
+            torch.testing.assert_close(
+                optimizer.state[param][name], reference.state[expected][name]
+            )
+
+
+def skip_by_nan(net, optimizer):
+    loss_of(net, 7).backward()
+    net[0].weight.grad[0, 0] = float("nan")
+    optimizer.step()
+
+
+def skip_by_found_inf(net, optimizer):
+    loss_of(net, 7).backward()
+    optimizer.found_inf = torch.ones(())
+    optimizer.step()
+    del optimizer.found_inf
+
+
+def refuse(net, optimizer):
+    loss_of(net, 7).backward()
+    whole = net[0].weight.grad
+    net[0].weight.grad = None
+    net[0].bias.grad = torch.zeros_like(net[0].bias).to_sparse()
+    with pytest.raises(ValueError, match="expected a dense tensor"):
+        optimizer.step()
+    net[0].weight.grad = whole
+
+
+def fail_in_a_closure(net, optimizer):
+    def closure():
+        loss_of(net, 7).backward()
+        raise RuntimeError("this closure fails")
+
+    with pytest.raises(RuntimeError, match="this closure fails"):
+        optimizer.step(closure)
+
+
+@pytest.mark.parametrize("options", OPTIONS[:3], ids=OPTION_IDS[:3])
+@pytest.mark.parametrize("abandon", [skip_by_nan, skip_by_found_inf, refuse, fail_in_a_closure])
+def test_gradients_of_a_step_that_was_not_made_are_not_stepped(abandon, options):
+    ours, theirs = pair(**options)
+    for net, optimizer in (ours, theirs):
+        for step in range(4):
+            optimizer.zero_grad()
+            if step % 2:
+                abandon(net, optimizer)
+                optimizer.zero_grad()
+            loss_of(net, step).backward()
+            if step == 3:
+                # A parameter of the abandoned step that has no part in this one.
+                net[3].weight.grad = None
+            optimizer.step()
+    assert_equal(ours, theirs)

@@ -93,23 +93,6 @@ def test_channels_are_chosen_anew_in_the_first_turn_that_is_late_enough() -> Non
         assert numbers == list(range(first, 13, 4)), name
 
 
-def test_first_changes_are_dealt_to_the_turns_of_a_group() -> None:
-    steps = Steps(count=4, interval=2, reselect=8)
-    steps.step(None)
-    found: dict[str, list[int]] = {name: [] for name in steps.names}
-    for number in range(1, 25):
-        for name in steps.step(number % 2):
-            found[name].append(number)
-    for group in (0, 1):
-        names = [name for name in steps.names if steps.group_of[name] == group]
-        firsts = [found[name][0] for name in names]
-        # No two of them in one step, and none later than in the first turn that is late enough.
-        assert len(set(firsts)) == len(names) > 1
-        assert max(firsts) <= 9
-    for name, numbers in found.items():
-        assert numbers == list(range(numbers[0], 25, 8)), name
-
-
 def test_what_a_step_updates_at_once_is_not_selected_and_due_in_its_next_turn() -> None:
     steps = Steps(reselect=100)
     steps.step(None)
@@ -163,14 +146,6 @@ def test_an_exact_step_without_all_scores_is_followed_by_another(scored: str) ->
     assert steps.needs_exact()
 
 
-def test_scores_of_a_step_that_was_skipped_are_gone() -> None:
-    steps = Steps()
-    steps.grads["a"][[2, 5]] = 10.0
-    steps.selector.score(steps.names, list(steps.grads.values()), None)
-    steps.grads["a"][[0, 6]] = 20.0
-    assert steps.step(None) == {"a": (False, [0, 6]), "b": (False, [0, 1]), "v": WHOLE}
-
-
 def test_of_narrow_matrices_rows_are_selected() -> None:
     """A column is more than they may have."""
     steps = Steps(1, columns=2)
@@ -185,9 +160,3 @@ def test_what_has_no_gradient_is_selected_in_the_first_turn_with_one() -> None:
     assert steps.step(0, without="a") == {}
     assert set(steps.step(0)) == {"a"}
     assert steps.step(0) == {}
-
-
-def test_gradients_are_read_as_they_lie_in_their_segment() -> None:
-    steps = Steps(1)
-    steps.grads["a"] = torch.arange(64.0).view(SIZE, SIZE).requires_grad_()
-    assert steps.step(None)["a"] == (False, [6, 7])

@@ -1,11 +1,13 @@
 """Threads belong to the process: optimizers share them, and none waits for what another does."""
 
 import pathlib
+import threading
 
 import pytest
 import stepwell
 import torch
 from stepwell import _core
+from stepwell.access.finalizers import finalize, postponed
 
 NUM_OPTIMIZERS = 122
 
@@ -73,3 +75,34 @@ def train_in_a_ring(optimizer_class, **options):
 def test_optimizers_whose_forwards_wait_for_each_other_end(threads):
     ours = train_in_a_ring(stepwell.OffloadAdamW, threads=threads)
     torch.testing.assert_close(ours, train_in_a_ring(torch.optim.AdamW))
+
+
+class Owner:
+    """Something that goes."""
+
+
+def owners_of(called, count):
+    owners = [Owner() for _ in range(count)]
+    for index, owner in enumerate(owners):
+        finalize(owner, called.append, index)
+    return owners
+
+
+def test_a_thread_that_a_step_waits_for_calls_finalizers_when_it_says_so():
+    called = []
+    owners = owners_of(called, 6)
+    with postponed() as call_finalizers:
+        del owners[0]
+        del owners[0]
+        assert not called
+        call_finalizers()
+        assert called == [0, 1]
+        del owners[0]
+        # Another thread does not wait.
+        thread = threading.Thread(target=owners.pop)
+        thread.start()
+        thread.join()
+        assert called == [0, 1, 5]
+    assert called == [0, 1, 5, 2]
+    del owners[0]
+    assert called == [0, 1, 5, 2, 3]

@@ -1,7 +1,5 @@
 """stepwell.Adam and stepwell.AdamW against torch's and against a float64 oracle."""
 
-import math
-
 import hypothesis
 import pytest
 import stepwell
@@ -96,38 +94,12 @@ def test_masters_follow_the_float64_oracle(kinds, hyper, decoupled, steps, seed)
         assert optimizer.state[param]["step"] == steps
 
 
-@hypothesis.given(
-    size=sizes,
-    hyper=hypers,
-    decoupled=st.booleans(),
-    steps=st.integers(1, 20),
-    foreach=st.booleans(),
-)
-def test_float32_agrees_with_torch(size, hyper, decoupled, steps, foreach):
-    torch.manual_seed(size)
-    ours, theirs = (torch.nn.Parameter(torch.full((size,), 0.5)) for _ in range(2))
-    name = "AdamW" if decoupled else "Adam"
-    optimizer = getattr(stepwell, name)([ours], **hyper)
-    reference = getattr(torch.optim, name)([theirs], **hyper, foreach=foreach)
-    for _ in range(steps):
-        ours.grad = torch.randn(size)
-        theirs.grad = ours.grad.clone()
-        optimizer.step()
-        reference.step()
-    # Both round each step: twice the bound against float64.
-    torch.testing.assert_close(
-        ours, theirs, rtol=2 * steps * ULPS, atol=2 * steps * ULPS * 20 * hyper["lr"]
-    )
-    for name in ("exp_avg", "exp_avg_sq"):
-        expected = reference.state[theirs][name]
-        torch.testing.assert_close(optimizer.state[ours][name], expected, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("grad_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("grad_dtype", DTYPES[:2], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 @pytest.mark.parametrize("moments", CODECS)
-def test_split_master_equals_a_float32_parameter_bit_for_bit(moments, grad_dtype):
+def test_a_master_equals_a_float32_parameter_bit_for_bit(moments, dtype, grad_dtype):
     numel = _core.CHUNK_LEN // 16 + 77
-    low = torch.nn.Parameter(torch.randn(numel).to(torch.bfloat16))
+    low = torch.nn.Parameter(torch.randn(numel).to(dtype))
     full = torch.nn.Parameter(low.detach().float())
     low.grad_dtype = full.grad_dtype = grad_dtype
     one, two = (stepwell.AdamW([param], lr=1e-3, moments=moments) for param in (low, full))
@@ -139,18 +111,6 @@ def test_split_master_equals_a_float32_parameter_bit_for_bit(moments, grad_dtype
     assert torch.equal(bits(master(one, low)), bits(full))
     for name, value in two.state[full].items():
         assert torch.equal(bits(one.state[low][name]), bits(value))
-
-
-def test_float16_master_equals_a_float32_parameter_bit_for_bit():
-    low = torch.nn.Parameter(torch.randn(5000).to(torch.float16))
-    full = torch.nn.Parameter(low.detach().float())
-    one, two = (stepwell.AdamW([param], lr=1e-3) for param in (low, full))
-    for _ in range(200):
-        grad = torch.randn(5000)
-        low.grad, full.grad = grad.half(), grad.half().float()
-        one.step()
-        two.step()
-    assert torch.equal(bits(one.state[low]["master"]), bits(full))
 
 
 @pytest.mark.parametrize(("moments", "error_max"), [("bf16", 0.02), ("q8", 0.05)])
@@ -195,21 +155,15 @@ def test_rounding_depends_on_seed_and_parameter_alone(moments):
 @pytest.mark.parametrize(
     "strided",
     [
-        lambda: torch.empty(9, 6).t(),
-        lambda: torch.empty(2, 3, 4, 5).to(memory_format=torch.channels_last),
-        lambda: torch.empty(12, 10)[::2, 1:9:3],
+        lambda whole: whole.t(),
+        lambda whole: whole.view(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        lambda whole: whole[::2, 1:9:3],
     ],
     ids=["transposed", "channels-last", "sliced"],
 )
 def test_strides_do_not_matter(dtype, moments, strided):
-    place = (
-        strided().to(dtype)
-        if strided().is_contiguous()
-        else torch.empty_like(strided(), dtype=dtype)
-    )
-    outside = torch.zeros(12, 10, dtype=dtype) if place.shape == (6, 3) else None
-    if outside is not None:
-        place = outside[::2, 1:9:3]
+    whole = torch.zeros(12, 10, dtype=dtype)
+    place = strided(whole)
     values = torch.randn(place.shape).to(dtype)
     crooked, straight = torch.nn.Parameter(place), torch.nn.Parameter(values.clone())
     crooked.data.copy_(values)
@@ -224,8 +178,8 @@ def test_strides_do_not_matter(dtype, moments, strided):
     assert torch.equal(bits(crooked), bits(straight))
     for name, value in two.state[straight].items():
         assert torch.equal(bits(one.state[crooked][name]), bits(value)), name
-    if outside is not None:
-        assert (outside[1::2] == 0).all()
+    if place.shape == (6, 3):
+        assert (whole[1::2] == 0).all()
 
 
 def test_strided_gradients_and_state_work():
@@ -244,67 +198,13 @@ def test_strided_gradients_and_state_work():
 
 
 def test_lazily_negated_gradient_is_read_as_it_reads():
-    complex_grad = torch.complex(torch.randn(8), torch.randn(8)).conj()
+    grad = torch._neg_view(torch.randn(8))
     ours, theirs = (torch.nn.Parameter(torch.zeros(8)) for _ in range(2))
-    ours.grad, theirs.grad = complex_grad.imag, complex_grad.imag.clone()
+    ours.grad, theirs.grad = grad, grad.clone()
     assert ours.grad.is_neg()
     stepwell.AdamW([ours]).step()
     torch.optim.AdamW([theirs]).step()
     torch.testing.assert_close(ours, theirs)
-
-
-def test_groups_may_differ_in_every_hyper_parameter():
-    groups = [
-        {"lr": 1e-2, "betas": (0.5, 0.9), "eps": 1e-4, "weight_decay": 0.1, "maximize": True},
-        {"lr": 1e-3},
-        {"weight_decay": 0.0},
-    ]
-    ours, theirs = ([parameter(33) for _ in groups] for _ in range(2))
-    for mine, other in zip(ours, theirs, strict=True):
-        other.data.copy_(mine.data)
-        other.grad = mine.grad.clone()
-    optimizer, reference = (
-        kind([{**group, "params": [param]} for group, param in zip(groups, params, strict=True)])
-        for kind, params in ((stepwell.AdamW, ours), (torch.optim.AdamW, theirs))
-    )
-    for _ in range(5):
-        optimizer.step()
-        reference.step()
-    for mine, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(mine, other)
-
-
-@pytest.mark.parametrize("lr", [torch.tensor(0.1), torch.tensor([0.1], dtype=torch.float64)])
-def test_tensor_lr(lr):
-    ours, theirs = (torch.nn.Parameter(torch.ones(5)) for _ in range(2))
-    optimizer, reference = stepwell.AdamW([ours], lr=lr), torch.optim.AdamW([theirs], lr=0.1)
-    ours.grad, theirs.grad = torch.ones(5), torch.ones(5)
-    optimizer.step()
-    reference.step()
-    torch.testing.assert_close(ours, theirs)
-    lr.fill_(0.0)
-    before = bits(ours)
-    optimizer.step()
-    assert torch.equal(bits(ours), before)
-
-
-def test_empty_and_scalar_parameters_step():
-    params = [parameter(0), parameter(), parameter(3, 0, 2), parameter(1)]
-    optimizer = stepwell.AdamW(params, moments="q8")
-    optimizer.step()
-    assert [optimizer.state[param]["step"].item() for param in params] == [1] * 4
-    assert math.isfinite(params[1].item())
-
-
-def test_parameters_without_gradient_are_left_alone():
-    still, moving = parameter(4), parameter(4)
-    still.grad = None
-    optimizer = stepwell.AdamW([still, moving])
-    before = bits(still)
-    optimizer.step()
-    assert torch.equal(bits(still), before)
-    assert still not in optimizer.state
-    stepwell.AdamW([still]).step()
 
 
 def test_large_state_lies_in_buffers_and_keeps_them_alive():

@@ -3,8 +3,6 @@
 FSDP2 with CPU offload, and plain DTensors.
 """
 
-import copy
-
 import pytest
 import stepwell
 import torch
@@ -107,18 +105,6 @@ def trains_as_unsharded(dtype, moments):
             torch.testing.assert_close(full(mine), full(expected), rtol=0.05, atol=0.01)
 
 
-def row_layout(moments):
-    net = make_net(torch.bfloat16, shard=True)
-    optimizer = stepwell.AdamW(net.parameters(), moments=moments)
-    train(net, optimizer, 1)
-    state = optimizer.state[net.first.weight]
-    return {
-        name: (tuple(value.shape), str(value.dtype))
-        for name, value in state.items()
-        if name != "step"
-    }
-
-
 def checkpoint_resumes(folder, dtype, moments):
     net = make_net(dtype, shard=True)
     optimizer = stepwell.AdamW(net.parameters(), lr=1e-2, moments=moments, seed=5)
@@ -177,24 +163,6 @@ def full_state_dict_round_trip(moments):
     mine, theirs = local_snapshot(optimizer), local_snapshot(other)
     state_keys = {key for key in mine if key[1] != "param"}
     assert_same({key: mine[key] for key in state_keys}, {key: theirs[key] for key in state_keys})
-
-
-def torch_state_is_converted(moments):
-    net = make_net(torch.float32, shard=True)
-    reference = torch.optim.AdamW(net.parameters(), lr=1e-2)
-    train(net, reference, 3)
-    optimizer = stepwell.AdamW(net.parameters(), moments=moments)
-    optimizer.load_state_dict(copy.deepcopy(reference.state_dict()))
-    decoded = optimizer.decoded_state_dict()["state"]
-    for index, param in enumerate(net.parameters()):
-        moment, expected = decoded[index]["exp_avg"], reference.state[param]["exp_avg"]
-        assert isinstance(moment, DTensor)
-        assert moment.placements == param.placements
-        torch.testing.assert_close(
-            full(moment), full(expected), rtol=0.1, atol=1e-4 if moments != "fp32" else 0.0
-        )
-        assert optimizer.state[param]["step"] == 3
-    train(net, optimizer, 1)
 
 
 def unsharded_state_is_refused():
@@ -285,17 +253,6 @@ def partial_gradient_is_summed():
     torch.testing.assert_close(full(param), torch.full((3,), -0.1))
 
 
-def version_of_the_shard_is_bumped():
-    net = make_net(torch.float32, shard=True)
-    optimizer = stepwell.AdamW(net.parameters())
-    train(net, optimizer, 1)
-    param = net.first.weight
-    versions = param._version, param.to_local()._version
-    optimizer.step()
-    assert param._version > versions[0]
-    assert param.to_local()._version > versions[1]
-
-
 # ---- the tests ----
 
 
@@ -303,23 +260,6 @@ def version_of_the_shard_is_bumped():
 @pytest.mark.parametrize("moments", CODECS)
 def test_fsdp2_trains_as_unsharded(ranks, dtype, moments):
     ranks.run(trains_as_unsharded, dtype, moments)
-
-
-def test_pieces_have_rows_of_their_own(ranks):
-    first, second = ranks.run(row_layout, "q8")
-    # 5 x 6 over two ranks: 18 elements and 12. The parameter's dimensions count pieces.
-    assert (
-        first
-        == second
-        == {
-            "exp_avg_codes": ((2, 1, 64), "torch.uint8"),
-            "exp_avg_scales": ((2, 1, 2), "torch.bfloat16"),
-            "exp_avg_sq_codes": ((2, 1, 64), "torch.uint8"),
-            "exp_avg_sq_scales": ((2, 1, 2), "torch.bfloat16"),
-            "trailing": ((5, 6), "torch.int16"),
-            "fingerprints": ((2, 1, 1), "torch.int32"),
-        }
-    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -337,11 +277,6 @@ def test_checkpoint_of_another_world_size_is_refused(ranks, tmp_path, moments):
 @pytest.mark.parametrize("moments", CODECS)
 def test_full_state_dict(ranks, moments):
     ranks.run(full_state_dict_round_trip, moments)
-
-
-@pytest.mark.parametrize("moments", CODECS)
-def test_state_of_torchs_adamw_is_converted(ranks, moments):
-    ranks.run(torch_state_is_converted, moments)
 
 
 def test_unsharded_state_is_refused(ranks):
@@ -381,10 +316,6 @@ def test_placements(ranks, placement, shape):
 
 def test_partial_gradients_are_summed(ranks):
     ranks.run(partial_gradient_is_summed)
-
-
-def test_autograd_sees_the_step(ranks):
-    ranks.run(version_of_the_shard_is_bumped)
 
 
 # ---- in this process, of one rank ----

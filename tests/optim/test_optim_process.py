@@ -8,7 +8,7 @@ import fork_server
 import pytest
 import stepwell
 import torch
-from optim_cases import CODECS, assert_same, parameter, snapshot, stepped
+from optim_cases import CODECS, assert_same, snapshot
 
 JOIN_SECONDS_MAX = 60
 
@@ -121,12 +121,3 @@ def test_public_names():
     assert stepwell.__version__ == stepwell._core.__version__
     with pytest.raises(AttributeError, match="no attribute `Lion`"):
         _ = stepwell.Lion
-
-
-def test_skipped_steps_are_logged(caplog):
-    param = parameter(3)
-    optimizer = stepped(param, nonfinite="skip")
-    param.grad[0] = torch.nan
-    with caplog.at_level("INFO", logger="stepwell"):
-        optimizer.step()
-    assert "skipped a step" in caplog.text
