@@ -10,12 +10,12 @@ from insides import swapped_of
 from offload_cases import assert_equal, loss_of, train
 from optim_cases import LAYOUT_IDS, LAYOUTS
 from stepwell import OffloadAdamW, Volume
-from stepwell.ranks.collective import Call, Ranks
+from stepwell.ranks.collective import Ranks
 from volume_models import net_of, on_volume, pair
 
 
 class Alone(Ranks):
-    def objects(self, mine, call=Call.OBJECTS):
+    def objects(self, mine):
         return [mine]
 
 
@@ -28,7 +28,7 @@ def again(tmp_path, dtype, **options):
 
 def end_as_if_killed(optimizer):
     """Nothing is committed any more. Its last step is over."""
-    swapped_of(optimizer).core.close()
+    swapped_of(optimizer).volume.core.close()
 
 
 @pytest.mark.parametrize(("dtype", "moments"), LAYOUTS, ids=LAYOUT_IDS)
@@ -168,13 +168,13 @@ def test_a_commit_that_failed_is_the_end(tmp_path, monkeypatch):
     def failed():
         raise OSError("no drive")
 
-    swapped = swapped_of(optimizer)
-    swapped._ranks = Alone([0])
+    volume = swapped_of(optimizer).volume
+    volume.ranks = Alone([0])
     with monkeypatch.context() as patched:
-        patched.setattr(swapped, "write_weights", lambda *_: failed())
+        patched.setattr(volume, "write_weights", failed)
         with pytest.raises(OSError, match="no drive"):
             optimizer.commit()
-    swapped._ranks = None
+    volume.ranks = None
     with pytest.raises(OSError, match="a commit failed before: no drive"):
         train(net, optimizer, 1, first=2)
 

@@ -138,7 +138,7 @@ class HostSide:
         Raises:
             ValueError: it is more than there is.
         """
-        if self._is_open and self.swapped is not None and self.swapped.commits:
+        if self._is_open and self.swapped is not None and self.swapped.volume.commits:
             raise ValueError(
                 "parameters are added to an optimizer whose volume commits its steps, expected all "
                 "of them from the beginning. hint: parameters that thaw later need requires_grad "
@@ -174,7 +174,7 @@ class HostSide:
             if not is_elsewhere and param not in self._residents:
                 held += _state.nbytes_of(state)
         if self.swapped is not None:
-            held += self.swapped.memory_bytes
+            held += self.swapped.volume.memory_bytes
         return self._bytes_max - held
 
     def _held(self, *, has_engine: bool) -> int:
@@ -254,7 +254,7 @@ class HostSide:
                 states[param] = resumed[param]
                 self.twins[param].fresh = None
         except BaseException:
-            swapped.close()
+            swapped.volume.close()
             raise
 
     def let_go(
@@ -266,9 +266,8 @@ class HostSide:
         """
         params = list(params)
         self.take_fingerprints(params, states)
-        if self.swapped is not None and self.swapped.core is not None:
-            staying = set(self.twins).difference(params)
-            self.swapped.write_weights(staying, self.twins.weight)
+        if self.swapped is not None:
+            self.swapped.volume.write_weights(params)
         self.twins.remove(params)
 
     # ---- state ----
@@ -305,18 +304,20 @@ class HostSide:
             states: those that the optimizer has.
         """
         swapped = self.swapped
-        if swapped is not None and swapped.commits and swapped.core is not None:
+        core = None if swapped is None else swapped.volume.core
+        if swapped is not None and core is not None and swapped.volume.commits:
             params = set(stepped)
             self._tell_of_uncommitted(params, states)
-            if swapped.core.commits_next:
-                swapped.write_weights(params, self.twins.weight)
+            if core.commits_next:
+                # A step writes its own.
+                swapped.volume.write_weights(set(self.twins) - params)
 
     def commit(
         self,
         states: Callable[[], Mapping[torch.Tensor, _state.State]],
         synchronize: Callable[[], None],
     ) -> None:
-        """Commits the last step to the volume, if it is not. Collective as `Swapped.commit`.
+        """Commits the last step to the volume, as `StateVolume.commit`.
 
         Args:
             states: gives those that the optimizer has, once the last step is over.
@@ -326,7 +327,7 @@ class HostSide:
             OSError: the step has failed, or a drive; or another rank has.
         """
         assert self.swapped is not None
-        self.swapped.commit(self.twins.weight, synchronize)
+        self.swapped.volume.commit(synchronize)
         self._tell_of_uncommitted((), states())
 
     def _tell_of_uncommitted(
@@ -399,8 +400,9 @@ class HostSide:
         )
         self.take_fingerprints(written, states)
         if self.swapped is not None:
-            # Whether or not a step follows.
-            self.swapped.keep_weights(written, self.twins.weight)
+            # Whether or not a step follows: else a commit would have the program's weights beside
+            # the state of the last step.
+            self.swapped.volume.write_weights(written)
         for param in written:
             twin, state = self.twins[param], states.get(param)
             on_volume = self.swapped is not None and param in self.swapped

@@ -126,8 +126,8 @@ class Partitions(Uploads):
         if swapped is not None:
             beside = sum(map(bytes_beside_state, partitions))
             limit = None if host_bytes_max is None else max(host_bytes_max - beside, 0)
-            swapped.open(partitions, limit, beside=beside, threads=threads, finish=self.finish)
-            swapped = None if swapped.core is None else swapped
+            swapped.open(partitions, limit, beside=beside, finish=self.finish)
+            swapped = None if swapped.volume.core is None else swapped
         self._swapped, self._deferral = swapped, deferral
         self._weights = [partition.weight for partition in partitions]
         # Where updates are deferred, by fragment.
@@ -154,9 +154,6 @@ class Partitions(Uploads):
         )
         # What stands for each span.
         self._spans = [torch.empty(0, device="cpu") for _ in self._runs]
-        tier = None
-        if swapped is not None:
-            tier = {"swap": swapped.core, "swapped": swapped.indices(len(partitions))}
         waiting = {} if fragments is None else fragments
         self.engine = Engine(
             device,
@@ -165,7 +162,7 @@ class Partitions(Uploads):
             windows={param: self._windows([each]) for param, each in waiting.items()},
             threads=threads,
             deferred=deferred,
-            tier=tier,
+            tier=None if swapped is None else swapped.volume.tier(range(len(partitions))),
         )
         memory = HostMemory(self.engine, swapped)
         pins_sums = is_pinned and adds_on_host and accumulation_steps > 1
@@ -316,7 +313,7 @@ class Partitions(Uploads):
         self.finish()
         self._seconds_behind_last = time.perf_counter() - begin
         if self._swapped is not None:
-            self._swapped.check()
+            self._swapped.volume.check()
 
     def prepare(self, operands: Mapping[int, Operand], weights: Sequence[torch.Tensor]) -> Prepared:
         """Makes everything ready for a step, behind `end_last_step`.
@@ -651,7 +648,7 @@ class Partitions(Uploads):
             timing["selected_share"] = engine.selector.share
             timing["selected_bytes"] = engine.selected_bytes
         if self._swapped is not None:
-            timing.update(self._swapped.bytes_moved())
+            timing.update(self._swapped.volume.bytes_moved())
         return timing
 
 
@@ -689,7 +686,7 @@ class PartitionWork:
     @property
     def is_swapped(self) -> bool:
         """Whether its state is on a volume."""
-        return self._swapped is not None and self._group in self._swapped
+        return self._swapped is not None and self._group in self._swapped.leases
 
     def pieces(self, runs: Sequence[tuple[int, int]]) -> list[torch.Tensor] | None:
         """Pieces of the master that are good after every step; None: any view of it is.
@@ -701,7 +698,7 @@ class PartitionWork:
         """
         if self._swapped is None or not self._swapped.has_master(self._group):
             return None
-        return self._swapped.pieces(self._group, runs)
+        return self._swapped.leases[self._group].pieces(runs)
 
 
 def _runs(sources: Mapping[Fragment, Source]) -> dict[Fragment, list[Run]]:
