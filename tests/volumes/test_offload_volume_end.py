@@ -88,12 +88,12 @@ def test_a_volume_that_goes_is_not_committed(tmp_path, monkeypatch, options):
     net = net_of()
     optimizer = on_volume(net, tmp_path, commit_interval=8, **options)
     train(net, optimizer, 2)
-    commits = []
-    monkeypatch.setattr(stepwell.store.volume_end, "_commit", lambda *_: commits.append(1))
+    written = []
+    monkeypatch.setattr(StateVolume, "write_weights", lambda *_: written.append(1))
     del optimizer
     gc.collect()
     assert files(tmp_path) == []
-    assert not commits
+    assert not written
 
 
 def test_a_commit_that_fails_at_the_end_is_told_of(tmp_path, monkeypatch, caplog):

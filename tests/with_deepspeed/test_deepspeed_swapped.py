@@ -4,12 +4,15 @@ import copy
 import errno
 import gc
 import os
+import threading
+import time
 
 import pytest
 import stepwell
 import torch
 from stepwell.access import writes
 from stepwell.access.writes import Written
+from stepwell.deepspeed.zero.mapped import MappedState
 from stepwell.store.volume import Volume
 from swapped_partitions import (
     BF16,
@@ -32,8 +35,7 @@ def tensors_of(run, group=0):
 
 
 def in_use_of(run):
-    """What a step of all partitions reads in memory of what the volume may have."""
-    return [each for found in run.swapped.in_use(range(len(NUMELS))) for each in found]
+    return run.swapped.in_use(range(len(NUMELS)))
 
 
 @pytest.fixture
@@ -67,8 +69,8 @@ def test_weights_that_a_program_may_write_have_whole_masters_on_the_volume(volum
         run.weights[0][:7] = 3.0
         run.steps(1, 2)
     assert_same(*runs)
-    assert runs[0].swapped.volume._packed == []
-    assert Run(volume, **options).swapped.volume._packed == [0, 2]
+    for run, is_packed in ((runs[0], False), (Run(volume, **options), True)):
+        assert {each.is_packed for each in run.swapped.volume.places.values()} == {is_packed}
 
 
 def test_a_weight_that_was_written_is_told_where_its_master_is_packed(volume):
@@ -268,6 +270,25 @@ def looked_at_a_part(run):
 def test_a_look_of_another_thread_before_the_submit(volume, look):
     run, expected = Run(volume).steps(2), Run().steps(3)
     run.step(2, before_submit=lambda: look(run))
+    assert {type(each) for each in tensors_of(run)} == {Written}
+    assert_same(run, expected)
+
+
+def test_a_step_begins_behind_a_look_that_is_under_way(volume, monkeypatch):
+    run, expected = Run(volume).steps(2), Run().steps(3)
+    has_read, bring = threading.Event(), MappedState.bring
+
+    def brought(*args):
+        bring(*args)
+        has_read.set()
+        time.sleep(0.5)
+
+    monkeypatch.setattr(MappedState, "bring", brought)
+    look = threading.Thread(target=looked, args=[run])
+    look.start()
+    assert has_read.wait(60)
+    run.step(2)
+    look.join()
     assert {type(each) for each in tensors_of(run)} == {Written}
     assert_same(run, expected)
 

@@ -240,13 +240,12 @@ class HostSide:
             left = self._bytes_max - self.twins.total_nbytes
         # The engine takes what deferral takes when it is made, which is later.
         left = max(left - self._deferral(()).pinned, 0)
-        in_memory = swapped.open(owner, weights, left, names, self.twins, between_steps)
+        swapped.open(owner, self.twins, left, names, between_steps)
         self._is_open = True
-        for param in in_memory:
-            self.twins[param].fresh = _state.new(weights[param], self._moments)
-        for param in weights:
-            if param in swapped:
-                self.twins[param].fresh = swapped.fresh(param)
+        for param, weight in weights.items():
+            is_there = param in swapped
+            fresh = swapped.fresh(param) if is_there else _state.new(weight, self._moments)
+            self.twins[param].fresh = fresh
         try:
             resumed = swapped.resumed(weights)
             for param in resumed:
@@ -290,8 +289,8 @@ class HostSide:
         swapped = self.swapped
         assert swapped is not None
         _state.repair_step(state, _state.step_of(state, lambda: label))
-        own = {name: state[name].clone() for name in swapped.kept_names(param)}
-        stepped = {**state, **own}
+        names = ("step", *swapped.volume.places[param].in_memory)
+        stepped = {**state, **{name: state[name].clone() for name in names}}
         return stepped, swapped.placed(param, stepped)
 
     def prepare_commit(

@@ -55,13 +55,15 @@ class Places(NamedTuple):
     """Where each tensor of the state is."""
     in_memory: _state.State
     """What of the state is in memory, as it was never stepped."""
+    is_packed: bool
+    """Whether a master is on the volume as what the weight lacks of it."""
 
     @classmethod
-    def of(cls, weight: torch.Tensor, state: _state.State) -> Places:
+    def of(cls, weight: torch.Tensor, state: _state.State, *, is_packed: bool = False) -> Places:
         """Places of a weight, and of state that was never stepped."""
         kept = [name for name in state if name in ("step", _state.FINGERPRINTS)]
         in_memory = {name: state.pop(name) for name in kept}
-        return cls(weight, state, in_memory)
+        return cls(weight, state, in_memory, is_packed)
 
 
 def lay_out(place: Callable[[_state.Allocate], _Placed]) -> tuple[_core.AddressSpace, _Placed]:

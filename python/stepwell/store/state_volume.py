@@ -11,7 +11,7 @@ import hashlib
 import logging
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from stepwell import _core, _state
 from stepwell._budget import GIB
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from stepwell.ranks.collective import Ranks
     from stepwell.store.volume import Volume
 
-__all__ = ["MEMORY_PER_BUFFERS", "Contents", "StateVolume"]
+__all__ = ["MEMORY_PER_BUFFERS", "StateVolume"]
 
 _Key = TypeVar("_Key")
 
@@ -36,17 +36,6 @@ _LOGGER = logging.getLogger(__name__)
 _BUFFERS_BYTES_MAX = 1 << 30
 MEMORY_PER_BUFFERS = 2
 """Buffers take at most one part in so many of the memory for state and buffers."""
-
-
-class Contents(NamedTuple):
-    """What is to be on a volume: all that has `places`."""
-
-    identity: str
-    """What it is: a volume of others is not resumed."""
-    nbytes: int
-    """Of all state."""
-    ram_nbytes: int
-    """Host memory for some of it."""
 
 
 class StateVolume(Generic[_Key]):
@@ -73,7 +62,6 @@ class StateVolume(Generic[_Key]):
         self.ranks: Ranks | None = None
         self._limit, self._workers, self._resized_by = limit, workers, resized_by
         self._addresses: _core.AddressSpace
-        self._packed: Collection[_Key] = ()
         self._buffers_nbytes_max = 0
         self._numbers: dict[_Key, int] = {}
         self._weight: Callable[[_Key], _core.TensorView]
@@ -120,18 +108,12 @@ class StateVolume(Generic[_Key]):
 
     # ---- the beginning ----
 
-    def place(
-        self,
-        make: Callable[[_state.Allocate], dict[_Key, Places]],
-        host_bytes: int,
-        packed: Collection[_Key] = (),
-    ) -> int:
+    def place(self, make: Callable[[_state.Allocate], dict[_Key, Places]], host_bytes: int) -> int:
         """Gives places to what may be on the volume, of which some may be taken out then.
 
         Args:
             make: makes them, as `places.lay_out` has it.
             host_bytes: for state and buffers.
-            packed: those whose masters are packed, as the core has it.
 
         Returns:
             what is left of `host_bytes` for state, beside the buffers that steps take.
@@ -140,13 +122,12 @@ class StateVolume(Generic[_Key]):
             ValueError: there is not even the memory for buffers.
         """
         self._addresses, self.places = lay_out(make)
-        self._packed = packed
         self._buffers_nbytes_max = min(host_bytes // MEMORY_PER_BUFFERS, _BUFFERS_BYTES_MAX)
         buffers = _core.swap_buffers_nbytes(
             [os.fspath(path) for path in self.options.paths],
             self._tensors(),
             durability=self.options.durability,
-            packed=self._packed_numbers(),
+            packed=self._packed(),
             buffers_nbytes_max=self._buffers_nbytes_max,
             workers=self._workers,
         )
@@ -159,7 +140,7 @@ class StateVolume(Generic[_Key]):
 
     def open(
         self,
-        contents: Callable[[], Contents | None],
+        choose: Callable[[], tuple[str, int] | None],
         weight: Callable[[_Key], _core.TensorView],
         *,
         rank: int | None,
@@ -167,7 +148,8 @@ class StateVolume(Generic[_Key]):
         """Makes the volume, or finds it again. Collective where there are `ranks`.
 
         Args:
-            contents: has called `place`, each time that it is made; None: this rank needs none.
+            choose: calls `place`. Gives what is there, in words, for a volume of others is not
+                resumed, and bytes of memory for some of it; None: this rank needs no volume.
             weight: gives the host side of a weight.
             rank: of this process, a part of the volume's name; None: it is the only one.
 
@@ -179,12 +161,12 @@ class StateVolume(Generic[_Key]):
         self._weight = weight
 
         def make(step: int | None, run: int) -> _core.Swap | None:
-            found = contents()
-            if found is None:
+            chosen = choose()
+            if chosen is None:
                 return None
             self._numbers = {key: number for number, key in enumerate(self.places)}
             try:
-                return self._made(found, rank, step, run)
+                return self._made(*chosen, rank, step, run)
             except ValueError as error:
                 if self.ranks is not None and rank is not None and self._resized_by is not None:
                     explain(error, self.options, rank, self.ranks.ranks, self._resized_by)
@@ -196,10 +178,12 @@ class StateVolume(Generic[_Key]):
             interval = self.options.steps_per_commit
             self.core = open_together(self.ranks, make, commit_interval=interval)
 
-    def _made(self, contents: Contents, rank: int | None, step: int | None, run: int) -> _core.Swap:
+    def _made(
+        self, identity: str, ram_nbytes: int, rank: int | None, step: int | None, run: int
+    ) -> _core.Swap:
         """The core's swap, as the user has said of it, or as its drives were measured."""
         volume, shape = self.options, shape_of(self.options)
-        identity = hashlib.sha256(contents.identity.encode()).digest()[:8]
+        digest = hashlib.sha256(identity.encode()).digest()[:8]
         swap = _core.Swap(
             # The program may have another working directory when they are removed.
             [str(Path(path).absolute()) for path in volume.paths],
@@ -215,20 +199,21 @@ class StateVolume(Generic[_Key]):
             run=run,
             counts_each_step=self.ranks is not None and self.commits,
             commit_interval=volume.steps_per_commit,
-            identity=int.from_bytes(identity, "little"),
-            packed=self._packed_numbers(),
-            ram_nbytes=contents.ram_nbytes,
+            identity=int.from_bytes(digest, "little"),
+            packed=self._packed(),
+            ram_nbytes=ram_nbytes,
             buffers_nbytes_max=self._buffers_nbytes_max,
             workers=self._workers,
             io_engine=volume.io_engine,
             queue_depth=shape.queue_depth,
             io_timeout=volume.io_timeout,
         )
+        nbytes = sum(_state.nbytes_of(places.state) for places in self.places.values())
         _LOGGER.info(
             "volume `%s`: %.2f GiB of state on %d drives; %.2f GiB of it and %.2f GiB of buffers "
             "in host memory",
             swap.name,
-            (contents.nbytes - (0 if self.commits else swap.ram_nbytes)) / GIB,
+            (nbytes - (0 if self.commits else swap.ram_nbytes)) / GIB,
             len(volume.paths),
             swap.ram_nbytes / GIB,
             swap.buffers_nbytes / GIB,
@@ -240,15 +225,15 @@ class StateVolume(Generic[_Key]):
 
     def _tensor(self, key: _Key, state: _state.State) -> _core.AdamTensor:
         """What the core knows state by, where it is in `state`."""
-        weight, placed, _ = self.places[key]
+        weight, placed, *_ = self.places[key]
         runs = {name: local(state[name]) for name in placed}
         if MASTER not in runs:
             return _state.adam_tensor(weight, runs)
         weight_out = view(weight) if state is placed else self._weight(key)
         return _state.adam_tensor(runs.pop(MASTER), runs, weight_out=weight_out)
 
-    def _packed_numbers(self) -> list[int]:
-        return [number for number, key in enumerate(self.places) if key in self._packed]
+    def _packed(self) -> list[int]:
+        return [number for number, each in enumerate(self.places.values()) if each.is_packed]
 
     def close(self) -> None:
         """Ends a volume from which the optimizer cannot begin; a resumed one stays."""

@@ -25,11 +25,11 @@ from stepwell._sharding import cut_of, like, local, meshes
 from stepwell._tensors import view
 from stepwell.store.places import Places
 from stepwell.store.sharded_volume import agree_on_counts, ranks_of
-from stepwell.store.state_volume import Contents, StateVolume
+from stepwell.store.state_volume import StateVolume
 from stepwell.store.volume_end import end_with
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping
     from contextlib import AbstractContextManager
 
     from stepwell.store.twins import Twins
@@ -93,48 +93,42 @@ class Swapped:
     def open(
         self,
         owner: object,
-        weights: Mapping[torch.Tensor, torch.Tensor],
+        twins: Twins,
         host_bytes: int,
         names: Mapping[torch.Tensor, str],
-        twins: Twins,
         between_steps: Callable[[], AbstractContextManager[None]],
-    ) -> list[torch.Tensor]:
+    ) -> None:
         """Makes the volume, or finds it again, for as much state as does not fit into memory.
 
         Args:
             owner: with it, or with the program, the volume ends.
-            weights: of all parameters, in the order in which the forward uses them, their host
-                sides.
+            twins: the host sides of all parameters, in the order in which the forward uses them.
             host_bytes: for state and buffers.
             names: of parameters that have one: a volume of other names or shapes is not resumed.
-            twins: the host sides of parameters, as long as there are steps.
             between_steps: as `volume_end.end_with` has it.
-
-        Returns:
-            the parameters whose state is in memory of their own.
 
         Raises:
             ValueError: there is not even the memory for buffers; the volume is another model's, or
                 those of the ranks are not of one run.
             OSError: a drive is full, or cannot be used; or another rank has failed.
         """
-        self._meet(weights)
+        self._meet(twins)
+        weights = {param: twins.weight(param) for param in twins}
         has_rank = torch.distributed.is_initialized()
         self.volume.open(
-            partial(self._contents, weights, host_bytes, names),
+            partial(self._choose, weights, host_bytes, names),
             lambda param: view(local(twins.weight(param))),
             rank=torch.distributed.get_rank() if has_rank else None,
         )
         if self.volume.core is not None:
             end_with(owner, self.volume, between_steps)
-        return [param for param in weights if param not in self.volume]
 
-    def _contents(
+    def _choose(
         self,
         weights: Mapping[torch.Tensor, torch.Tensor],
         host_bytes: int,
         names: Mapping[torch.Tensor, str],
-    ) -> Contents | None:
+    ) -> tuple[str, int] | None:
         """What this rank has on its volume; None: it needs none."""
         weights = {param: weight for param, weight in weights.items() if local(weight).numel()}
         sizes = {param: _state.nbytes(weight, self._moments) for param, weight in weights.items()}
@@ -147,7 +141,7 @@ class Swapped:
             del places[param]
         # Fingerprints and codes are of a shard: this rank's rows.
         identity = [(names.get(param), tuple(param.shape), *cut_of(param)) for param in places]
-        return Contents(repr(identity), sum(sizes[param] for param in places), left)
+        return repr(identity), left
 
     def place(self, weights: Mapping[torch.Tensor, torch.Tensor], host_bytes: int) -> int:
         """Gives state its places. Returns what buffers leave for it of `host_bytes` of memory.
@@ -245,10 +239,6 @@ class Swapped:
         places = self.volume.places[param].state if param in self.volume.places else {}
         return bool(places) and all(state.get(name) is each for name, each in places.items())
 
-    def kept_names(self, param: torch.Tensor) -> list[str]:
-        """What of the state of `param` stays in memory."""
-        return ["step", *self.volume.places[param].in_memory]
-
     def placed(self, param: torch.Tensor, state: _state.State) -> _state.State:
         """`state`, of `param`, once a step has written it to the volume."""
         self._as_read.pop(param, None)
@@ -273,13 +263,6 @@ class Swapped:
         if self._looked_at == self.num_noted:
             return
         found = [param for param, state in states.items() if self.is_place(param, state)]
-        if found:
-            self._read(found, states)
-        self._looked_at = settled_at
-
-    def _read(
-        self, found: Sequence[torch.Tensor], states: dict[torch.Tensor, _state.State]
-    ) -> None:
         nbytes = sum(_state.nbytes_of(self.volume.places[param].state) for param in found)
         free = _core.free_memory_bytes()
         if free is not None and nbytes > free:
@@ -288,7 +271,9 @@ class Swapped:
                 "are free. hint: a volume with durability='commit' and a name is a checkpoint by "
                 "itself (keep=True, resume=True)"
             )
-        _LOGGER.info("%.2f GiB of host memory for state that is read from the volume", nbytes / GIB)
+        if found:
+            said = "%.2f GiB of host memory for state that is read from the volume"
+            _LOGGER.info(said, nbytes / GIB)
         for param in found:
             places = self.volume.places[param].state
             memory = {name: _memory_like(place) for name, place in places.items()}
@@ -300,6 +285,7 @@ class Swapped:
                 for name, each in state.items()
                 if isinstance(each, torch.Tensor)
             }
+        self._looked_at = settled_at
 
     def is_as_read(self, param: torch.Tensor, state: _state.State) -> bool:
         """Whether `state` is in memory as it was read, and the volume has the same.

@@ -72,7 +72,11 @@ def _end(
     try:
         if core.is_kept:
             with between_steps():
-                _commit(volume, core)
+                if core.is_behind:
+                    volume.write_weights()
+                    core.commit()
+                    said = "volume `%s` ends with a commit of step %s"
+                    _LOGGER.info(said, core.name, core.step)
     # Nobody could catch it: Python drops what a finalizer raises, and where the program ends, the
     # finalizers that are left as well. So what a signal's handler raises stays here too.
     except BaseException as error:  # noqa: BLE001
@@ -82,13 +86,6 @@ def _end(
         _LOGGER.warning("the last step may not be committed: %s", said)
     finally:
         core.close(keep=False if _is_new(core) else None)
-
-
-def _commit(volume: StateVolume[Any], core: _core.Swap) -> None:
-    if core.is_behind:
-        volume.write_weights()
-        core.commit()
-        _LOGGER.info("volume `%s` ends with a commit of step %s", core.name, core.step)
 
 
 def _is_new(core: _core.Swap) -> bool:

@@ -27,7 +27,6 @@ from stepwell.deepspeed.zero.mapped import MappedState
 from stepwell.store.places import MASTER
 
 if TYPE_CHECKING:
-    import threading
     from collections.abc import Callable, Iterable, Mapping
     from contextlib import AbstractContextManager
 
@@ -43,14 +42,14 @@ class Lease:
 
     Attributes:
         tensors: what is on the volume, by name: moments, trailing bits, the master.
+        is_away: whether the state is on the volume. Of what was brought of it a part may be used.
         was_stepped: whether the optimizer has state of it, unless the program has deleted that.
 
     Args:
         volume: has the state, which has its places there.
         group: the partition's number.
         partition: the partition.
-        between_steps: gives a context that begins when the last step is over.
-        lock: held while state is brought. A signal's handler may use state meanwhile.
+        between_steps: gives a context that begins when the last step is over, in which none begins.
     """
 
     def __init__(
@@ -60,11 +59,10 @@ class Lease:
         partition: Partition,
         *,
         between_steps: Callable[[], AbstractContextManager[None]],
-        lock: threading.RLock,
     ) -> None:
         self._volume, self._group, self._numel = volume, group, partition.weight.numel()
-        self._between_steps, self._lock = between_steps, lock
-        _, self._places, self._in_memory = volume.places[group]
+        self._between_steps = between_steps
+        _, self._places, self._in_memory, _ = volume.places[group]
         self.tensors = {name: _empty(place.dtype) for name, place in self._places.items()}
         if MASTER in self.tensors:
             self.tensors[MASTER] = partition.master
@@ -72,7 +70,7 @@ class Lease:
         self._own = {name: each for name, each in self.tensors.items() if name != MASTER}
         # Pieces of the master that other code has, by id: first element and number of elements.
         self._pieces: dict[int, tuple[torch.Tensor, int, int]] = {}
-        self.was_stepped = self._is_away = False
+        self.was_stepped = self.is_away = False
         # What was brought of it while it is away.
         self._memory: MappedState | None = None
         remember(self.tensors.values(), self)
@@ -109,12 +107,6 @@ class Lease:
         is_own = all(state[name] is each for name, each in self._own.items())
         return state if is_own else {**state, **self._own}
 
-    def in_use(self) -> list[torch.UntypedStorage]:
-        """Memory that the coming step of the partition reads, and that is let go of then."""
-        with without_waiting():
-            tensors = [] if self._is_away else self.tensors.values()
-            return [tensor.untyped_storage() for tensor in tensors]
-
     def leaving(self) -> list[partial[Any]]:
         """The calls of the coming step after which the state is on the volume.
 
@@ -124,7 +116,7 @@ class Lease:
             partial(setattr, self, "was_stepped", True),
             # Also where it is away now: a thread may bring it, or a part, before these calls.
             partial(setattr, self, "_memory", None),
-            partial(setattr, self, "_is_away", True),
+            partial(setattr, self, "is_away", True),
         ]
         for tensor, place in self._pairs(self._places):
             # The class goes first: with the other one the data would be waited for.
@@ -148,7 +140,7 @@ class Lease:
         Args:
             runs: first element and number of elements of each.
         """
-        with self._lock, without_waiting():
+        with self._between_steps(), without_waiting():
             dtype = self.tensors[MASTER].dtype
             found = [(_empty(dtype), begin, numel) for begin, numel in runs]
             forget(piece for piece, _, _ in self._pieces.values())
@@ -158,7 +150,7 @@ class Lease:
             master = self.tensors[MASTER].detach()
             for piece, begin, numel in found:
                 piece.data = master.narrow(0, begin, numel)
-                if self._is_away:
+                if self.is_away:
                     piece.__class__ = Written
             return pieces
 
@@ -177,19 +169,19 @@ class Lease:
             if id(tensor) not in self._pieces:
                 self.wait_for_all()
                 continue
-            with self._lock:
+            with self._between_steps():
                 _, begin, numel = self._pieces[id(tensor)]
                 if (memory := self._brought(begin, begin + numel)) is not None:
                     _move([(tensor, memory.tensors[MASTER].narrow(0, begin, numel))])
 
     def wait_for_all(self) -> None:
         """Brings the state into memory."""
-        with self._lock:
+        with self._between_steps():
             if (memory := self._brought(0, self._numel)) is not None:
                 # Where Ctrl-C comes between, a step brings the rest.
                 memory.is_lent = True
                 _move(self._pairs(memory.tensors))
-                self._is_away, self._memory = False, None
+                self.is_away, self._memory = False, None
 
     def narrow(self, tensor: torch.Tensor, begin: int, numel: int) -> torch.Tensor | None:
         """A part of a master or moment that is on the volume, once it is in memory."""
@@ -197,7 +189,7 @@ class Lease:
         # Codes and scales have other numbers of elements, and pieces their own way.
         if name is None or self._places[name].numel() != self._numel:
             return None
-        with self._lock:
+        with self._between_steps():
             memory = self._brought(begin, begin + numel)
             return None if memory is None else memory.tensors[name].narrow(0, begin, numel)
 
@@ -207,15 +199,13 @@ class Lease:
         Raises:
             OSError: a drive fails, or has no room.
         """
-        if not self._is_away:
+        if not self.is_away:
             return None
-        with self._between_steps():
-            if self._memory is None:
-                paths = self._volume.options.paths
-                self._memory = MappedState(paths, self._places, self._numel)
-            memory = self._memory
-            memory.bring(begin, end, partial(self._volume.read, self._group, memory.tensors))
-            return memory
+        if self._memory is None:
+            self._memory = MappedState(self._volume.options.paths, self._places, self._numel)
+        memory = self._memory
+        memory.bring(begin, end, partial(self._volume.read, self._group, memory.tensors))
+        return memory
 
 
 def _move(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:

@@ -23,7 +23,7 @@ import logging
 import time
 import weakref
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -418,22 +418,23 @@ class Partitions(Uploads):
         if selector is not None:
             selected = selector.choose(now)
             selector.drop(now or ())
-        leaving: list[partial[Any]] = []
-        if self._swapped is not None:
-            owners = [*owners, self._swapped.in_use(operands)]
-            leaving = self._swapped.leaving(operands)
         self._bytes_downloaded, self.gradients.bytes_sent = self.gradients.bytes_sent, 0
         coming = self.engine.announce(Submitted(current_stream(self.device), verified=self._spans))
-        self.engine.submit(
-            coming,
-            [each.hyper.core(grad_scale) for each in operands.values()],
-            at_once=now,
-            selected=selected,
-            num_settled=self.engine.store.num_settled,
-            owners=owners,
-            order=self._places,
-            begun=[*begun, *leaving],
-        )
+        swapped, hypers = self._swapped, [each.hyper.core(grad_scale) for each in operands.values()]
+        with contextlib.nullcontext() if swapped is None else swapped.lock:
+            if swapped is not None:
+                owners = [*owners, swapped.in_use(operands)]
+                begun = [*begun, *swapped.leaving(operands)]
+            self.engine.submit(
+                coming,
+                hypers,
+                at_once=now,
+                selected=selected,
+                num_settled=self.engine.store.num_settled,
+                owners=owners,
+                order=self._places,
+                begun=begun,
+            )
         self.gradients.note_step(grad_scale)
 
     def forget(self) -> None:

@@ -262,12 +262,8 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
             [(self.param_names.get(param), tuple(param.ds_shape)) for param in group]
             for group in self.fp16_groups
         ]
-        self._operands.swapped = swapped_on(
-            self._plan.volume,
-            params,
-            self._operands.new_state,
-            threads=self._plan.options.threads,
-        )
+        new_state, threads = self._operands.new_state, self._plan.options.threads
+        self._operands.swapped = swapped_on(self._plan.volume, params, new_state, threads=threads)
         self._partitions = Partitions(
             partitions,
             swapped=self._operands.swapped,

@@ -25,7 +25,7 @@ from stepwell.deepspeed.zero.lease import Lease
 from stepwell.ranks.collective import WholeWorld
 from stepwell.store.places import MASTER, Places
 from stepwell.store.sharded_volume import agree_on_counts
-from stepwell.store.state_volume import Contents, StateVolume
+from stepwell.store.state_volume import StateVolume
 from stepwell.store.volume_end import end_with
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ class SwappedPartitions:
     Attributes:
         volume: has it, by the partitions' numbers.
         leases: of the partitions whose state is there.
+        lock: held while state is brought, which a signal's handler may use, or a step begins.
 
     Args:
         options: what the user has said of the volume.
@@ -67,10 +68,10 @@ class SwappedPartitions:
         limit = "stepwell.host_bytes_max"
         self.volume: StateVolume[int] = StateVolume(options, limit=limit, workers=threads)
         self.leases: dict[int, Lease] = {}
+        self.lock = threading.RLock()
         self._new_state, self._identity, self._rank = new_state, identity, rank
         # Of host sides: the end of the volume holds no lease.
         self._weights: dict[int, torch.Tensor] = {}
-        self._lock = threading.RLock()
 
     def open(
         self,
@@ -96,10 +97,11 @@ class SwappedPartitions:
         """
         if host_bytes is None:
             host_bytes = max(share_of_free_bytes() - beside, 0)
-        volume, between_steps = self.volume, partial(_behind, weakref.WeakMethod(finish))
+        volume = self.volume
+        between_steps = partial(_between_steps, weakref.WeakMethod(finish), self.lock)
         volume.ranks = None if self._rank is None else WholeWorld()
-        contents = partial(self._contents, partitions, host_bytes)
-        volume.open(contents, partial(_view_of, self._weights), rank=self._rank)
+        choose = partial(self._choose, partitions, host_bytes)
+        volume.open(choose, partial(_view_of, self._weights), rank=self._rank)
         if volume.core is None:
             return
         # Of new volumes none has counts, on all ranks.
@@ -110,9 +112,8 @@ class SwappedPartitions:
                 volume.close()
                 raise
         for group in volume.places:
-            partition, lock = partitions[group], self._lock
-            lease = Lease(volume, group, partition, between_steps=between_steps, lock=lock)
-            self.leases[group] = lease
+            partition = partitions[group]
+            self.leases[group] = Lease(volume, group, partition, between_steps=between_steps)
         self._closing = end_with(self, volume, between_steps)
         self._letting_go = weakref.finalize(self, _let_go, self.leases)
         for call in self.leaving(self.leases):
@@ -120,7 +121,7 @@ class SwappedPartitions:
         for lease in self.leases.values():
             lease.was_stepped = False
 
-    def _contents(self, partitions: Sequence[Partition], host_bytes: int) -> Contents | None:
+    def _choose(self, partitions: Sequence[Partition], host_bytes: int) -> tuple[str, int] | None:
         """What this rank has on its volume; None: there is no state, or all fits."""
         nbytes = sum(
             each.moments_bytes + each.is_rounded * each.master.itemsize * each.weight.numel()
@@ -142,15 +143,17 @@ class SwappedPartitions:
             if not partition.is_rounded:
                 return Places.of(weight, self._new_state(weight, memory))
             master = memory(numel, partition.master.dtype)
-            return Places.of(weight, {**self._new_state(master, memory), MASTER: master})
+            state = {**self._new_state(master, memory), MASTER: master}
+            # Offloaded weights are the program's, which may write them.
+            is_packed = weight.dtype == torch.bfloat16 and not partition.is_offloaded
+            return Places.of(weight, state, is_packed=is_packed)
 
         stepped = {group: each for group, each in enumerate(partitions) if each.weight.numel()}
         left = self.volume.place(
             lambda memory: {group: made(each, memory) for group, each in stepped.items()},
             host_bytes,
-            [group for group, each in stepped.items() if _is_packed(each)],
         )
-        return Contents(self._identity, nbytes, left)
+        return self._identity, left
 
     def begin(self, group: int, weight: torch.Tensor) -> int:
         """The host side of a partition's weights is there, also of a master that is their own.
@@ -173,12 +176,19 @@ class SwappedPartitions:
         """Whether the master of a partition is on the volume, and not only its moments."""
         return group in self.leases and MASTER in self.leases[group].tensors
 
-    def in_use(self, groups: Iterable[int]) -> list[list[torch.UntypedStorage]]:
-        """As `Lease.in_use`, of those of these partitions that are on the volume."""
-        return [self.leases[group].in_use() for group in groups if group in self.leases]
+    def in_use(self, groups: Iterable[int]) -> list[torch.UntypedStorage]:
+        """Memory that the coming step of these partitions reads, and that is let go of then."""
+        leases = [self.leases[group] for group in groups if group in self.leases]
+        with without_waiting():
+            return [
+                tensor.untyped_storage()
+                for lease in leases
+                if not lease.is_away
+                for tensor in lease.tensors.values()
+            ]
 
     def leaving(self, groups: Iterable[int]) -> list[partial[Any]]:
-        """As `Lease.leaving`, likewise."""
+        """The calls of that step after which their state is on the volume, as `Lease.leaving`."""
         leases = [self.leases[group] for group in groups if group in self.leases]
         return [call for lease in leases for call in lease.leaving()]
 
@@ -187,7 +197,7 @@ class SwappedPartitions:
 
         Tensors whose state is on it are empty then.
         """
-        with self._lock:
+        with self.lock:
             self._letting_go()
             self._closing()
             self.leases.clear()
@@ -235,24 +245,23 @@ def commit_last_step(swapped: SwappedPartitions | None, synchronize: Callable[[]
     swapped.volume.commit(synchronize)
 
 
-def _is_packed(partition: Partition) -> bool:
-    """Whether a master is on the volume as what the weight in host memory lacks of it."""
-    # Offloaded weights are the program's, which may write them.
-    is_ours = partition.weight.dtype == torch.bfloat16 and not partition.is_offloaded
-    return partition.is_rounded and is_ours
-
-
 def _view_of(weights: Mapping[int, torch.Tensor], group: int) -> _core.TensorView:
     with without_waiting():
         return view(weights[group])
 
 
 @contextlib.contextmanager
-def _behind(finish: weakref.WeakMethod[Callable[[], None]]) -> Iterator[None]:
-    """A context that begins when the last step is over, by `finish` if its object lives."""
-    if (found := finish()) is not None:
-        found()
-    yield
+def _between_steps(
+    finish: weakref.WeakMethod[Callable[[], None]], lock: threading.RLock
+) -> Iterator[None]:
+    """A context that begins when the last step is over, by `finish` if its object lives.
+
+    With `lock` no other begins in it.
+    """
+    with lock:
+        if (found := finish()) is not None:
+            found()
+        yield
 
 
 def _let_go(leases: dict[int, Lease]) -> None:
