@@ -22,7 +22,7 @@ import torch
 from stepwell import OffloadAdamW, Volume, _core, _state
 from stepwell.cli._drive_rates import PATTERNS, Pattern
 from stepwell.cli._quiet import quiet_deepspeed
-from stepwell.store.swap import MEMORY_PER_BUFFERS
+from stepwell.store.state_volume import MEMORY_PER_BUFFERS
 from stepwell.store.swapped import Swapped
 from stepwell.store.twins import Twins
 
@@ -93,8 +93,8 @@ def optimizer_on(volume: Volume, moments: Moments, state_nbytes: int) -> Offload
         param.requires_grad_().grad = grad
         params.append(param)
     plenty = 1 << 50
-    room = Swapped(volume, moments, None).room({param: param for param in params}, plenty)
-    buffers = plenty - room.ram_nbytes
+    left = Swapped(volume, moments, None).place({param: param for param in params}, plenty)
+    buffers = plenty - left
     buffers = min(buffers, state_nbytes // MEMORY_PER_BUFFERS)
     # The memory that the buffers leave has the first state. So that is of a parameter that no step
     # touches. There are whole buffers only, so that they leave up to one of them more.

@@ -35,7 +35,7 @@ def on_volume(net, tmp_path, deferred, *, host_bytes=2 << 20, **options):
         tier=stepwell.Volume(folders(tmp_path), durability="none"),
         **options,
     )
-    assert swapped_of(optimizer).core is not None
+    assert swapped_of(optimizer).volume.core is not None
     return optimizer
 
 
@@ -116,10 +116,10 @@ def test_a_turn_reads_and_writes_its_part_of_the_volume(tmp_path):
         path.mkdir()
         (net, optimizer), _ = pair(path, deferred)
         train(net, optimizer, 9)
-        before = swapped_of(optimizer).core.bytes_moved
+        before = swapped_of(optimizer).volume.core.bytes_moved
         train(net, optimizer, 8, first=9)
         engine_of(optimizer).finish()
-        after = swapped_of(optimizer).core.bytes_moved
+        after = swapped_of(optimizer).volume.core.bytes_moved
         moved[interval] = [end - begin for begin, end in zip(before, after, strict=True)]
     for each, quarter in zip(moved[1], moved[4], strict=True):
         assert 0 < quarter <= each / 3
@@ -168,7 +168,7 @@ def test_memory_for_gradients_that_wait_is_not_given_to_state(tmp_path):
     fitting = [param for param in net.parameters() if param not in swapped]
     in_memory = sum(_state.nbytes(param, "fp32") for param in fitting)
     waiting = memory_of(Extents.of(net.parameters()), deferred).pinned
-    taken = twins.total_nbytes + swapped.memory_bytes + in_memory + waiting
+    taken = twins.total_nbytes + swapped.volume.memory_bytes + in_memory + waiting
     assert taken <= host_bytes_max(net, deferred)
 
 

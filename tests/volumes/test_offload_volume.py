@@ -28,7 +28,7 @@ def test_training_has_the_bits_of_training_in_memory(
         durability=durability,
         clip_norm=1.0,
     )
-    core = swapped_of(ours[1]).core
+    core = swapped_of(ours[1]).volume.core
     if core is None:
         pytest.skip("all of it fits into memory")
     assert train(*ours, 3) == train(*theirs, 3)
@@ -71,12 +71,12 @@ def test_a_step_that_is_skipped_leaves_the_volume_alone(tmp_path):
     train(*theirs, 2)
     net, optimizer = ours
     optimizer.synchronize()
-    before = swapped_of(optimizer).core.bytes_moved
+    before = swapped_of(optimizer).volume.core.bytes_moved
     for param in net.parameters():
         param.grad = torch.full_like(param, float("nan"))
     optimizer.step()
     assert optimizer.skipped_steps == 1
-    assert swapped_of(optimizer).core.bytes_moved == before
+    assert swapped_of(optimizer).volume.core.bytes_moved == before
     for group in theirs[1].param_groups:
         group["skipped_steps"] = 1
     assert train(*ours, 2, first=2) == train(*theirs, 2, first=2)
@@ -170,14 +170,15 @@ def test_memory_is_taken_by_small_state_and_by_the_first(tmp_path):
         assert in_memory in (set(small), {*small, big[0]})
         # Of the others as much as there is room for.
         held = sum(sizes[param] for param in in_memory)
-        assert swapped.memory_bytes == swapped.core.buffers_nbytes + swapped.core.ram_nbytes
-        assert host_bytes - sizes[big[1]] < held + swapped.memory_bytes <= host_bytes
+        volume = swapped.volume
+        assert volume.memory_bytes == volume.core.buffers_nbytes + volume.core.ram_nbytes
+        assert host_bytes - sizes[big[1]] < held + volume.memory_bytes <= host_bytes
         counts.add(len(in_memory))
     assert counts == {len(small), len(small) + 1}
     # A volume that commits has all of it, and no other where there is room.
     commits = opened(whole)
     assert all(param in commits for param in params)
-    assert opened(whole, durability="none").core is None
+    assert opened(whole, durability="none").volume.core is None
 
 
 @pytest.mark.parametrize(
@@ -224,7 +225,7 @@ def test_two_optimizers_and_the_files_of_each(tmp_path):
     del first
     gc.collect()
     assert len(files(tmp_path)) == 2
-    name = swapped_of(second[1]).core.name
+    name = swapped_of(second[1]).volume.core.name
     with pytest.raises(OSError, match=name):
         on_volume(net_of(), tmp_path, name=name, keep=False)
     del second
@@ -251,6 +252,6 @@ def test_a_rank_adds_its_number_to_the_name_that_was_given(tmp_path, monkeypatch
     for name, value in stands_for.items():
         monkeypatch.setattr(torch.distributed, name, lambda value=value: value)
     optimizers = [on_volume(net_of(), tmp_path, name=name) for name in (None, None, "run")]
-    names = [swapped_of(optimizer).core.name for optimizer in optimizers]
+    names = [swapped_of(optimizer).volume.core.name for optimizer in optimizers]
     assert names[2] == "run-3"
     assert len({*names, "None-3"}) == 4

@@ -12,6 +12,7 @@ import stepwell
 import torch
 from offload_cases import assert_equal, bits, train
 from optim_cases import LAYOUT_IDS, LAYOUTS
+from stepwell.store.state_volume import StateVolume
 from volume_models import files, folders, net_of, on_volume, pair, pinned_bytes
 
 TIMEOUT_S = 120
@@ -87,12 +88,12 @@ def test_a_volume_that_goes_is_not_committed(tmp_path, monkeypatch, options):
     net = net_of()
     optimizer = on_volume(net, tmp_path, commit_interval=8, **options)
     train(net, optimizer, 2)
-    commits = []
-    monkeypatch.setattr(stepwell.store.volume_end, "_commit", lambda *_: commits.append(1))
+    written = []
+    monkeypatch.setattr(StateVolume, "write_weights", lambda *_: written.append(1))
     del optimizer
     gc.collect()
     assert files(tmp_path) == []
-    assert not commits
+    assert not written
 
 
 def test_a_commit_that_fails_at_the_end_is_told_of(tmp_path, monkeypatch, caplog):
@@ -104,7 +105,7 @@ def test_a_commit_that_fails_at_the_end_is_told_of(tmp_path, monkeypatch, caplog
         raise OSError("no drive")
 
     with caplog.at_level(logging.WARNING, logger="stepwell"), monkeypatch.context() as patched:
-        patched.setattr(stepwell.store.volume_end, "write_weights_behind", failed)
+        patched.setattr(StateVolume, "write_weights", failed)
         del optimizer
         gc.collect()
     assert "the last step may not be committed: OSError no drive" in caplog.text
@@ -117,7 +118,7 @@ def test_handlers_of_signals_are_the_programs(tmp_path, monkeypatch, number):
     net = net_of()
     optimizer = on_volume(net, tmp_path, name="run", commit_interval=8)
     train(net, optimizer, 3)
-    function = stepwell.store.volume_end.write_weights_behind
+    function = StateVolume.write_weights
     called, handlers = [], []
 
     def handler(*_):
@@ -131,7 +132,7 @@ def test_handlers_of_signals_are_the_programs(tmp_path, monkeypatch, number):
     before = signal.signal(number, handler)
     try:
         with monkeypatch.context() as patched:
-            patched.setattr(stepwell.store.volume_end, "write_weights_behind", interrupted)
+            patched.setattr(StateVolume, "write_weights", interrupted)
             del optimizer
             gc.collect()
         handlers.append(signal.getsignal(number))
@@ -153,7 +154,7 @@ def test_what_a_handler_raises_before_the_last_commit_leaves_the_one_before(
         raise KeyboardInterrupt
 
     with caplog.at_level(logging.WARNING, logger="stepwell"), monkeypatch.context() as patched:
-        patched.setattr(stepwell.store.volume_end, "write_weights_behind", interrupted)
+        patched.setattr(StateVolume, "write_weights", interrupted)
         del optimizer
         gc.collect()
     assert "the last step may not be committed: KeyboardInterrupt" in caplog.text

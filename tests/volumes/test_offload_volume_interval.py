@@ -31,7 +31,7 @@ def again(tmp_path, dtype, **options):
 
 def end_as_if_killed(optimizer):
     """Nothing is committed any more. Its last step is over."""
-    swapped_of(optimizer).core.close()
+    swapped_of(optimizer).volume.core.close()
 
 
 @pytest.mark.parametrize(("dtype", "moments"), LAYOUTS, ids=LAYOUT_IDS)
@@ -171,13 +171,13 @@ def test_a_commit_that_failed_is_the_end(tmp_path, monkeypatch):
     def failed():
         raise OSError("no drive")
 
-    swapped = swapped_of(optimizer)
-    swapped._ranks = Alone()
+    volume = swapped_of(optimizer).volume
+    volume.ranks = Alone()
     with monkeypatch.context() as patched:
-        patched.setattr(swapped, "write_weights", lambda *_: failed())
+        patched.setattr(volume, "write_weights", failed)
         with pytest.raises(OSError, match="no drive"):
             optimizer.commit()
-    swapped._ranks = None
+    volume.ranks = None
     with pytest.raises(OSError, match="a commit failed before: no drive"):
         train(net, optimizer, 1, first=2)
 

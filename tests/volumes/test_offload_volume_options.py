@@ -125,7 +125,7 @@ def test_a_volume_is_laid_out_as_its_drives_were_measured(tmp_path, caplog):
     net = net_of()
     optimizer = on_volume(net, tmp_path, name="run")
     train(net, optimizer, 1)
-    sizes = [path.stat().st_size for path in swapped_of(optimizer).core.paths]
+    sizes = [path.stat().st_size for path in swapped_of(optimizer).volume.core.paths]
     assert 2 * sizes[1] < sizes[0]
 
 

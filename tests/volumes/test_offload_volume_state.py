@@ -77,16 +77,16 @@ def test_what_stands_for_state_on_a_volume_can_be_printed(tmp_path, monkeypatch,
         def call(*args, **options):
             if function not in looks:
                 looks.add(function)
-                assert_places_print(swapped_of(optimizer)._addresses)
+                assert_places_print(swapped_of(optimizer).volume._addresses)
                 assert repr(args)
             return function(*args, **options)
 
         return call
 
     train(net, optimizer, 2)
-    swapped = swapped_of(optimizer)
+    volume = swapped_of(optimizer).volume
     monkeypatch.setattr(optimizer, "_submit", looking(optimizer._submit))
-    monkeypatch.setattr(swapped, "_tensor", looking(swapped._tensor))
+    monkeypatch.setattr(volume, "_tensor", looking(volume._tensor))
     train(net, optimizer, 1, first=2)
     optimizer.state_dict()
     assert len(looks) == 2

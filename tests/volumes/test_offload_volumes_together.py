@@ -9,8 +9,7 @@ from types import SimpleNamespace
 import pytest
 from stepwell import _core
 from stepwell.ranks.collective import Ranks
-from stepwell.store import swap
-from stepwell.store.sharded_volume import agree_on_counts, open_together
+from stepwell.store.sharded_volume import agree_on_counts, explain, open_together
 from stepwell.store.volume import Volume
 
 # Of the default group.
@@ -291,7 +290,7 @@ def test_volumes_of_other_ranks_are_named(tmp_path, monkeypatch, made, is_explai
     monkeypatch.setattr(_core, "list_members", lambda _: members)
     error, volume = ValueError("other"), Volume([tmp_path], name="run", resume=True)
     with pytest.raises(ValueError, match="other") if is_explained else nullcontext() as raised:
-        swap.explain(error, volume, 7, [4, 7], "by a way")
+        explain(error, volume, 7, [4, 7], "by a way")
     if raised:
         assert f"{error}; `run` is there for the ranks `{made}`" in str(raised.value)
         assert "of rank `7`, and `[4, 7]` step together" in str(raised.value)
@@ -299,5 +298,5 @@ def test_volumes_of_other_ranks_are_named(tmp_path, monkeypatch, made, is_explai
     # The order in which a program names its ranks is nothing; nor is there more to say of a volume
     # that is new.
     if made == [4, 7]:
-        swap.explain(error, volume, 7, [7, 4], "by a way")
-    swap.explain(error, Volume([tmp_path], name="run", resume=False), 7, [4, 7], "by a way")
+        explain(error, volume, 7, [7, 4], "by a way")
+    explain(error, Volume([tmp_path], name="run", resume=False), 7, [4, 7], "by a way")

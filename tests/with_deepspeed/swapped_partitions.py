@@ -53,7 +53,11 @@ class Run:
         self.optimizer = kind([{"params": [each]} for each in self.masters], lr=0.5, **options)
         self.operands = Operands(self.optimizer, 0)
         self.swapped = volume and SwappedPartitions(
-            volume, new_state=self.operands.new_state, identity=identity, rank=rank
+            volume,
+            new_state=self.operands.new_state,
+            identity=identity,
+            rank=rank,
+            threads=1,
         )
         self.operands.swapped = self.swapped
         beside = sum(each.nbytes * 2 for each in self.weights)

@@ -4,12 +4,15 @@ import copy
 import errno
 import gc
 import os
+import threading
+import time
 
 import pytest
 import stepwell
 import torch
 from stepwell.access import writes
 from stepwell.access.writes import Written
+from stepwell.deepspeed.zero.mapped import MappedState
 from stepwell.store.volume import Volume
 from swapped_partitions import (
     BF16,
@@ -28,7 +31,11 @@ from swapped_partitions import (
 
 def tensors_of(run, group=0):
     """What of a partition is on the volume."""
-    return list(run.swapped._held[group].tensors.values())
+    return list(run.swapped.leases[group].tensors.values())
+
+
+def in_use_of(run):
+    return run.swapped.in_use(range(len(NUMELS)))
 
 
 @pytest.fixture
@@ -62,8 +69,8 @@ def test_weights_that_a_program_may_write_have_whole_masters_on_the_volume(volum
         run.weights[0][:7] = 3.0
         run.steps(1, 2)
     assert_same(*runs)
-    assert not any(held.is_packed for held in runs[0].swapped._held.values())
-    assert all(held.is_packed for held in Run(volume, **options).swapped._held.values())
+    for run, is_packed in ((runs[0], False), (Run(volume, **options), True)):
+        assert {each.is_packed for each in run.swapped.volume.places.values()} == {is_packed}
 
 
 def test_a_weight_that_was_written_is_told_where_its_master_is_packed(volume):
@@ -79,8 +86,8 @@ def test_a_weight_that_was_written_is_told_where_its_master_is_packed(volume):
 def test_which_partitions_are_on_the_volume(volume):
     rounded, plain = Run(volume).swapped, Run(volume, weight=FP32).swapped
     for swapped in (rounded, plain):
-        assert [group in swapped for group in range(4)] == [True, False, True, False]
-        assert swapped.indices(3) == [0, None, 1]
+        assert list(swapped.leases) == [0, 2]
+        assert swapped.volume.tier(range(3))["swapped"] == [0, None, 1]
     assert [rounded.has_master(group) for group in range(3)] == [True, False, True]
     assert [plain.has_master(group) for group in range(3)] == [False] * 3
 
@@ -89,12 +96,12 @@ def test_state_that_nothing_looks_at_stays_on_the_volume(volume):
     in_use = []
     run = Run(volume)
     # Nor does the first step, which goes on from nothing.
-    run.step(0, before_submit=lambda: in_use.extend(run.swapped.in_use([0, 1, 2])))
+    run.step(0, before_submit=lambda: in_use.extend(in_use_of(run)))
     run.partitions.finish()
     assert len(in_use) == 0
     read, written = run.moved()
     run.steps(1, 1)
-    assert len(run.swapped.in_use([0, 1, 2])) == 0
+    assert len(in_use_of(run)) == 0
     again, more = run.moved()
     # Records are whole blocks.
     state = STATE_BYTES * sum(NUMELS)
@@ -119,8 +126,9 @@ def test_a_use_brings_all_of_a_partition_and_what_is_written_counts(volume):
         with torch.no_grad():
             each.masters[0].add_(1.0)
             each.masters[2].zero_()
-    storages = {each.data_ptr() for each in run.swapped.in_use([0, 1])}
-    assert storages == {each.untyped_storage().data_ptr() for each in tensors_of(run)}
+    storages = {each.data_ptr() for each in in_use_of(run)}
+    brought = [*tensors_of(run), *tensors_of(run, 2)]
+    assert storages == {each.untyped_storage().data_ptr() for each in brought}
     for each in (run, expected):
         each.steps(1, 2)
     assert {type(each) for each in tensors_of(run)} == {Written}
@@ -166,7 +174,7 @@ def test_a_look_at_a_part_brings_its_chunks_alone(volume):
     # The step goes on from the volume, and reads the rest of it alone.
     read = run.read()
     run.steps(1, 2)
-    assert len(run.swapped.in_use([0])) == 0
+    assert len(in_use_of(run)) == 0
     again = run.read()
     assert_same(run, expected.steps(1, 2))
     assert again - read >= STATE_BYTES * sum(NUMELS)
@@ -192,7 +200,7 @@ def test_a_whole_that_is_used_behind_a_part_has_what_was_written_to_it(volume):
     # The first chunk is there.
     assert STATE_BYTES * SIZE <= run.read() - read < 2 * STATE_BYTES * SIZE
     # Plain tensors are no matter of the volume's.
-    assert run.swapped.narrow(run.state()["exp_avg"], 0, 1) is None
+    assert run.swapped.leases[0].narrow(run.state()["exp_avg"], 0, 1) is None
 
 
 # A scale is of 32 elements.
@@ -224,13 +232,14 @@ def test_state_is_used_when_nothing_steps_any_more(volume):
     del run
     gc.collect()
     assert torch.equal(state["exp_avg"].clone(), expected.state()["exp_avg"])
-    assert 0 in swapped
+    assert 0 in swapped.leases
 
 
 def test_all_of_it_is_brought(volume):
     """As where torch has given the class of a tensor to another one."""
     run, expected = Run(volume).steps(2), Run().steps(2)
-    run.swapped.wait_for_all()
+    for lease in run.swapped.leases.values():
+        lease.wait_for_all()
     assert {type(each) for each in (*tensors_of(run), *tensors_of(run, 2))} == {torch.Tensor}
     assert_same(run, expected)
 
@@ -261,6 +270,25 @@ def looked_at_a_part(run):
 def test_a_look_of_another_thread_before_the_submit(volume, look):
     run, expected = Run(volume).steps(2), Run().steps(3)
     run.step(2, before_submit=lambda: look(run))
+    assert {type(each) for each in tensors_of(run)} == {Written}
+    assert_same(run, expected)
+
+
+def test_a_step_begins_behind_a_look_that_is_under_way(volume, monkeypatch):
+    run, expected = Run(volume).steps(2), Run().steps(3)
+    has_read, bring = threading.Event(), MappedState.bring
+
+    def brought(*args):
+        bring(*args)
+        has_read.set()
+        time.sleep(0.5)
+
+    monkeypatch.setattr(MappedState, "bring", brought)
+    look = threading.Thread(target=looked, args=[run])
+    look.start()
+    assert has_read.wait(60)
+    run.step(2)
+    look.join()
     assert {type(each) for each in tensors_of(run)} == {Written}
     assert_same(run, expected)
 
@@ -312,7 +340,7 @@ def test_state_that_is_changed_while_it_is_on_the_volume(volume, change, weight)
         each.steps(1, 2)
     assert {type(each) for each in tensors_of(run)} == {Written}
     # The optimizer has what is on the volume.
-    own = run.swapped.state(0)
+    own = run.swapped.leases[0].state()
     assert all(run.state()[name] is own[name] for name in MOMENTS)
     assert_same(run, expected)
     for each in (run, expected):
@@ -356,7 +384,7 @@ def test_a_piece_brings_its_chunks_alone(volume):
         each[0].fill_(5.0)
     # It is there already.
     address, read = found[0].data_ptr(), run.read()
-    run.swapped.wait_for(found[:1])
+    run.swapped.leases[0].wait_for(found[:1])
     assert (found[0].data_ptr(), run.read()) == (address, read)
     for each in (run, expected):
         each.steps(1, 2)
@@ -375,8 +403,7 @@ def test_a_piece_of_a_partition_in_memory_stays_there(volume):
     run.masters[0].detach()
     pieces = pieces_of(run)
     read = run.read()
-    run.swapped.wait_for(pieces)
-    run.swapped.wait_for([run.masters[0]])
+    run.swapped.leases[0].wait_for([*pieces, run.masters[0]])
     assert run.read() == read
     assert pieces[0].data_ptr() == run.masters[0].data_ptr()
 
@@ -386,11 +413,6 @@ def test_pieces_are_given_out_anew(volume):
     old = pieces_of(run)
     new = pieces_of(run, PIECES[:2])
     assert len(new) == 2
-    assert len(run.swapped._held[0].views) == 2
-    assert not {id(each) for each in old} & run.swapped._group_of.keys()
-    assert run.swapped._run_of == {
-        id(each): part for each, part in zip(new, PIECES[:2], strict=True)
-    }
     assert not {id(each) for each in old} & writes._WAITING.keys()
     run.step(2)
     expected = Run().steps(3)

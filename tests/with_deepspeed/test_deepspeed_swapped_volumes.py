@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import shutil
 import tempfile
 import weakref
 from types import SimpleNamespace
@@ -9,9 +10,11 @@ from types import SimpleNamespace
 import pytest
 import stepwell
 import torch
+from stepwell import _core
 from stepwell.access import writes
 from stepwell.deepspeed.zero import swapped as swapped_module
 from stepwell.deepspeed.zero.swapped import commit_last_step, swapped_on
+from stepwell.store import state_volume
 from stepwell.store.sharded_volume import RUN_OF_ONE
 from stepwell.store.volume import Volume
 from swapped_partitions import (
@@ -46,30 +49,30 @@ def test_state_that_fits_into_memory_gets_no_volume(tmp_path, caplog):
         run = Run(volume, weight=weight, room=nbytes)
         (record,) = caplog.records
         assert "fits into host memory, and no volume is made" in record.message
-        assert run.swapped.core is run.operands.swapped is None
-        assert run.swapped.memory_bytes == 0
-        assert run.swapped.committed_steps is None
-        assert 0 not in run.swapped
+        assert run.swapped.volume.core is run.operands.swapped is None
+        assert run.swapped.volume.memory_bytes == 0
+        assert run.swapped.volume.committed_steps is None
+        assert not run.swapped.leases
         assert not run.swapped.has_master(0)
         assert list(tmp_path.iterdir()) == []
         # There is room for the buffers.
-        assert Run(volume, weight=weight, room=nbytes - 1).swapped.core is not None
+        assert Run(volume, weight=weight, room=nbytes - 1).swapped.volume.core is not None
         gc.collect()
 
 
 def test_what_is_committed_has_a_volume_also_where_it_fits(volume):
     room = BUFFERS_BYTES + 12 * sum(NUMELS)
     run, expected = Run(volume, room=room).steps(2), Run().steps(2)
-    core = run.swapped.core
-    assert run.swapped.memory_bytes == core.ram_nbytes + core.buffers_nbytes <= room
+    core = run.swapped.volume.core
+    assert run.swapped.volume.memory_bytes == core.ram_nbytes + core.buffers_nbytes <= room
     assert core.ram_nbytes > 0
-    assert run.swapped.committed_steps == 2
+    assert run.swapped.volume.committed_steps == 2
     assert_same(run, expected)
 
 
 def test_partitions_without_elements_have_no_volume(volume):
     run = Run(volume, numels=(0, 0))
-    assert run.swapped.core is None
+    assert run.swapped.volume.core is None
     assert list(volume.paths[0].iterdir()) == []
 
 
@@ -79,14 +82,14 @@ def test_memory_for_buffers_is_enough_or_it_is_said(volume):
     buffers = int(str(raised.value).split("`")[1])
     with pytest.raises(ValueError, match=f"`{buffers - 1}` are left"):
         Run(volume, room=buffers - 1)
-    assert Run(volume, room=buffers).swapped.core.ram_nbytes == 0
+    assert Run(volume, room=buffers).swapped.volume.core.ram_nbytes == 0
 
 
 def test_without_a_bound_what_is_free_is_taken(volume, monkeypatch):
     beside = 4 * sum(NUMELS)
     free = [beside + BUFFERS_BYTES]
     monkeypatch.setattr(swapped_module, "share_of_free_bytes", lambda: free[-1])
-    assert 0 < Run(volume, room=None).swapped.memory_bytes <= BUFFERS_BYTES
+    assert 0 < Run(volume, room=None).swapped.volume.memory_bytes <= BUFFERS_BYTES
     for left, bytes_free in ((7, beside + 7), (0, beside - 1)):
         free.append(bytes_free)
         with pytest.raises(ValueError, match=f"`{left}` are left"):
@@ -95,13 +98,13 @@ def test_without_a_bound_what_is_free_is_taken(volume, monkeypatch):
 
 def noted(monkeypatch):
     """What the core's swaps are made of, from now on."""
-    said, make = [], swapped_module.make_swap
+    said, make = [], _core.Swap
 
-    def note(volume, tensors, **options):
+    def note(*args, **options):
         said.append(options)
-        return make(volume, tensors, **options)
+        return make(*args, **options)
 
-    monkeypatch.setattr(swapped_module, "make_swap", note)
+    monkeypatch.setattr(_core, "Swap", note)
     return said
 
 
@@ -127,7 +130,7 @@ def of_ranks(monkeypatch, *steps, counts=None):
         return make(steps[-1], 1)
 
     monkeypatch.setattr(swapped_module, "Ranks", World)
-    monkeypatch.setattr(swapped_module, "open_together", open_together)
+    monkeypatch.setattr(state_volume, "open_together", open_together)
 
 
 @pytest.mark.parametrize("durability", ["commit", "none"])
@@ -139,14 +142,17 @@ def test_each_of_several_ranks_has_a_volume_of_its_own(tmp_path, monkeypatch, du
         run = Run(volume, rank=rank, room=BUFFERS_BYTES if is_commit else 1_000_000).steps(1)
         if is_commit:
             assert [each.name for each in tmp_path.iterdir()] == [f"{name}.0.stepwell"]
-        assert run.swapped.committed_steps == (1 if is_commit else None)
+        assert run.swapped.volume.committed_steps == (1 if is_commit else None)
         assert_same(run, Run().steps(1))
         run.end()
         for each in tmp_path.iterdir():
             each.unlink()
     # A name that no other has is made by the core.
-    assert len({Run(Volume([tmp_path]), rank=rank).swapped.core.name for rank in (None, 0)}) == 2
-    assert [each["rank"] for each in said] == [None, 0, 3, None, 0]
+    assert (
+        len({Run(Volume([tmp_path]), rank=rank).swapped.volume.core.name for rank in (None, 0)})
+        == 2
+    )
+    assert [each["name"] for each in said[:3]] == ["run", "run-0", "run-3"]
     assert [each["counts_each_step"] for each in said[:3]] == [False, is_commit, is_commit]
     assert [each["run"] for each in said[:3]] == [RUN_OF_ONE, 1, 1]
 
@@ -155,7 +161,7 @@ def test_buffers_leave_half_of_the_memory(volume, monkeypatch):
     said = noted(monkeypatch)
     room = 1 << 22
     Run(volume, room=room)
-    assert said[0]["room"].buffers_nbytes_max == room // 2
+    assert said[0]["buffers_nbytes_max"] == room // 2
 
 
 # ---- a volume that is resumed ----
@@ -165,17 +171,17 @@ def test_buffers_leave_half_of_the_memory(volume, monkeypatch):
 @pytest.mark.parametrize("kind", [stepwell.AdamW, torch.optim.AdamW])
 def test_a_volume_is_resumed(tmp_path, kind, weight):
     run = Run(each_step([tmp_path], name="run"), kind=kind, weight=weight)
-    assert run.swapped.committed_steps == 0
+    assert run.swapped.volume.committed_steps == 0
     assert run.partitions.resumed == {}
     run.steps(2)
-    assert run.swapped.committed_steps == 2
+    assert run.swapped.volume.committed_steps == 2
     expected = Run(kind=kind, weight=weight).steps(2)
     run.end()
     again = {"kind": kind, "weight": weight}
     volume = Volume([tmp_path], name="run", resume=True)
     run = Run(volume, seed=1, **again)
     assert run.partitions.resumed == {0: 2, 2: 2}
-    assert run.swapped.committed_steps == 2
+    assert run.swapped.volume.committed_steps == 2
     assert all(map(torch.equal, run.weights, expected.weights))
     # As it is used at once, or first stepped.
     if weight == BF16:
@@ -193,7 +199,7 @@ def test_a_volume_is_resumed(tmp_path, kind, weight):
 def test_a_volume_that_commits_every_few_steps_is_resumed(tmp_path, weight, room):
     options = {"weight": weight, "room": room}
     run = Run(Volume([tmp_path], name="run", commit_interval=3), **options).steps(5)
-    assert run.swapped.committed_steps == 3
+    assert run.swapped.volume.committed_steps == 3
     # The end commits the last step.
     run.end()
     del run
@@ -201,9 +207,9 @@ def test_a_volume_that_commits_every_few_steps_is_resumed(tmp_path, weight, room
     run, expected = Run(again, seed=1, **options), Run(weight=weight).steps(5)
     assert run.partitions.resumed == {0: 5, 2: 5}
     assert_same(run.steps(2, 5), expected.steps(2, 5))
-    assert run.swapped.committed_steps == 5
+    assert run.swapped.volume.committed_steps == 5
     commit_last_step(run.swapped, run.partitions.finish)
-    assert run.swapped.committed_steps == 7
+    assert run.swapped.volume.committed_steps == 7
     run.end()
     del run
     assert_same(Run(again, seed=2, **options).steps(1, 7), expected.steps(1, 7))
@@ -277,13 +283,13 @@ def test_a_volume_of_others_is_refused(tmp_path):
 
 
 def test_what_partitions_are_is_told_by_parameters_and_ranks(volume, monkeypatch):
-    assert swapped_on(None, "params", None) is None
+    assert swapped_on(None, "params", None, threads=1) is None
     found = set()
     for world_size, rank in ((1, 0), (2, 0), (2, 1)):
         monkeypatch.setattr(torch.distributed, "get_world_size", lambda size=world_size: size)
         monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
         for params in ("a", "b"):
-            swapped = swapped_on(volume, params, None)
+            swapped = swapped_on(volume, params, None, threads=1)
             assert swapped._rank == (rank if world_size > 1 else None)
             found.add(swapped._identity)
     assert len(found) == 6
@@ -299,21 +305,18 @@ def test_what_is_looked_at_goes_to_the_folder_with_the_most_room(tmp_path, monke
     run, expected = Run(Volume(folders)).steps(1), Run().steps(1)
     free = dict(zip(folders, (1, 3, 2), strict=True))
     usage = lambda path: SimpleNamespace(free=free[path], used=-free[path], total=-free[path])
-    monkeypatch.setattr(swapped_module.shutil, "disk_usage", usage)
-    made, state = [], swapped_module.MappedState
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+    make, made = tempfile.TemporaryFile, []
     monkeypatch.setattr(
-        swapped_module, "MappedState", lambda *args: made.append(args[0]) or state(*args)
+        tempfile, "TemporaryFile", lambda **options: made.append(options["dir"]) or make(**options)
     )
     assert_same(run, expected)
     assert made == [folders[1]] * 2
-
-
-def test_what_is_looked_at_goes_beside_devices(tmp_path):
-    swapped = Run(Volume([tmp_path])).swapped
-    swapped._volume = SimpleNamespace(paths=[tmp_path / "no folder", tmp_path])
-    assert swapped._folder() == tmp_path
-    swapped._volume.paths.pop()
-    assert swapped._folder() == tempfile.gettempdir()
+    # A volume on devices alone has no folders.
+    monkeypatch.setattr(run.swapped.volume, "options", SimpleNamespace(paths=["/dev/null"]))
+    free[tempfile.gettempdir()] = 0
+    assert_same(run.steps(1, 1), expected.steps(1, 1))
+    assert made[2:] == [tempfile.gettempdir()] * 2
 
 
 # ---- the end ----
@@ -327,11 +330,13 @@ def test_state_that_is_on_the_volume_stays_there_at_the_end(tmp_path, name, is_t
     states = [run.state(group) for group in (0, 2)]
     looked_at = states[1]["exp_avg"].clone()
     assert len(list(tmp_path.iterdir())) == 1
-    memory = weakref.ref(run.swapped._part(0, 0, 1))
+    state = states[0][MOMENTS[0]].narrow(0, 0, 1)
+    memory = weakref.ref(run.swapped.leases[0]._memory)
+    del state
     if is_told:
         run.partitions.finish()
         run.swapped.close()
-        assert 0 not in run.swapped
+        assert not run.swapped.leases
     else:
         del run
     gc.collect()

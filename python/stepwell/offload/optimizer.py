@@ -446,7 +446,7 @@ class OffloadAdamW(AdamW):
                 if param in self._residents and (state := state_dict["state"].get(index)):
                     state_dict["state"][index] = self._residents.as_read(param, state)
         swapped = self._host.swapped
-        if swapped is not None and swapped.commits:
+        if swapped is not None and swapped.volume.commits:
             # All else is read from the volume, and not written by later steps: so are counts of
             # parameters without elements here.
             for index, param in enumerate(self._in_order()):
@@ -520,9 +520,7 @@ class OffloadAdamW(AdamW):
         With those of the runs that it has resumed. None: it has no volume that commits.
         """
         swapped = self._host.swapped
-        if swapped is None or swapped.core is None or not swapped.commits:
-            return None
-        return swapped.core.step or 0
+        return None if swapped is None else swapped.volume.committed_steps
 
     def commit(self) -> None:
         """Commits the last step to the volume, where `Volume.commit_interval` has not.
@@ -534,7 +532,7 @@ class OffloadAdamW(AdamW):
             OSError: the step failed in the background, or the commit did; or another rank's.
         """
         swapped = self._host.swapped
-        if swapped is None or not swapped.commits:
+        if swapped is None or not swapped.volume.commits:
             raise ValueError(
                 "commit() is called and there is no volume that commits, expected "
                 "tier=Volume(..., durability='commit')"
@@ -629,7 +627,7 @@ class OffloadAdamW(AdamW):
         try:
             self._background.finish()
             if self._host.swapped is not None:
-                self._host.swapped.check()
+                self._host.swapped.volume.check()
         except OSError:
             if self._host.swapped is not None:
                 self._agree_on_step(found_inf=False, has_error=True)
@@ -770,7 +768,7 @@ class OffloadAdamW(AdamW):
         """
         places = {param.device_mesh if is_dtensor(param) else None for param in params}
         swapped = self._host.swapped
-        commits = swapped is not None and swapped.commits
+        commits = swapped is not None and swapped.volume.commits
         return self._agree(found_inf, has_error, len(places) > 1, commits and bool(params))
 
     def _submit(self, looked: Looked, grad_scale: float) -> None:

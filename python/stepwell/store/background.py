@@ -102,9 +102,6 @@ class Background:
         """The engine of all parameters that there are."""
         twins, swapped, deferred = self._twins, self._host.swapped, self._deferred
         params = list(twins)
-        tier = None
-        if swapped is not None and swapped.core is not None:
-            tier = {"swap": swapped.core, "swapped": swapped.indices(params)}
         engine = Engine(
             self._host.device,
             params,
@@ -113,7 +110,7 @@ class Background:
             threads=self._threads,
             threads_share=self._host.hosted_share,
             deferred=deferred,
-            tier=tier,
+            tier=None if swapped is None else swapped.volume.tier(params),
             label=self._label,
             lock=self._lock,
         )

@@ -138,7 +138,7 @@ class HostSide:
         Raises:
             ValueError: it is more than there is.
         """
-        if self._is_open and self.swapped is not None and self.swapped.commits:
+        if self._is_open and self.swapped is not None and self.swapped.volume.commits:
             raise ValueError(
                 "parameters are added to an optimizer whose volume commits its steps, expected all "
                 "of them from the beginning. hint: parameters that thaw later need requires_grad "
@@ -174,7 +174,7 @@ class HostSide:
             if not is_elsewhere and param not in self._residents:
                 held += _state.nbytes_of(state)
         if self.swapped is not None:
-            held += self.swapped.memory_bytes
+            held += self.swapped.volume.memory_bytes
         return self._bytes_max - held
 
     def _held(self, *, has_engine: bool) -> int:
@@ -240,13 +240,12 @@ class HostSide:
             left = self._bytes_max - self.twins.total_nbytes
         # The engine takes what deferral takes when it is made, which is later.
         left = max(left - self._deferral(()).pinned, 0)
-        in_memory = swapped.open(owner, weights, left, names, self.twins, between_steps)
+        swapped.open(owner, self.twins, left, names, between_steps)
         self._is_open = True
-        for param in in_memory:
-            self.twins[param].fresh = _state.new(weights[param], self._moments)
-        for param in weights:
-            if param in swapped:
-                self.twins[param].fresh = swapped.fresh(param)
+        for param, weight in weights.items():
+            is_there = param in swapped
+            fresh = swapped.fresh(param) if is_there else _state.new(weight, self._moments)
+            self.twins[param].fresh = fresh
         try:
             resumed = swapped.resumed(weights)
             for param in resumed:
@@ -254,7 +253,7 @@ class HostSide:
                 states[param] = resumed[param]
                 self.twins[param].fresh = None
         except BaseException:
-            swapped.close()
+            swapped.volume.close()
             raise
 
     def let_go(
@@ -266,9 +265,8 @@ class HostSide:
         """
         params = list(params)
         self.take_fingerprints(params, states)
-        if self.swapped is not None and self.swapped.core is not None:
-            staying = set(self.twins).difference(params)
-            self.swapped.write_weights(staying, self.twins.weight)
+        if self.swapped is not None:
+            self.swapped.volume.write_weights(params)
         self.twins.remove(params)
 
     # ---- state ----
@@ -291,8 +289,8 @@ class HostSide:
         swapped = self.swapped
         assert swapped is not None
         _state.repair_step(state, _state.step_of(state, lambda: label))
-        own = {name: state[name].clone() for name in swapped.kept_names(param)}
-        stepped = {**state, **own}
+        names = ("step", *swapped.volume.places[param].in_memory)
+        stepped = {**state, **{name: state[name].clone() for name in names}}
         return stepped, swapped.placed(param, stepped)
 
     def prepare_commit(
@@ -305,18 +303,20 @@ class HostSide:
             states: those that the optimizer has.
         """
         swapped = self.swapped
-        if swapped is not None and swapped.commits and swapped.core is not None:
+        core = None if swapped is None else swapped.volume.core
+        if swapped is not None and core is not None and swapped.volume.commits:
             params = set(stepped)
             self._tell_of_uncommitted(params, states)
-            if swapped.core.commits_next:
-                swapped.write_weights(params, self.twins.weight)
+            if core.commits_next:
+                # A step writes its own.
+                swapped.volume.write_weights(set(self.twins) - params)
 
     def commit(
         self,
         states: Callable[[], Mapping[torch.Tensor, _state.State]],
         synchronize: Callable[[], None],
     ) -> None:
-        """Commits the last step to the volume, if it is not. Collective as `Swapped.commit`.
+        """Commits the last step to the volume, as `StateVolume.commit`.
 
         Args:
             states: gives those that the optimizer has, once the last step is over.
@@ -326,7 +326,7 @@ class HostSide:
             OSError: the step has failed, or a drive; or another rank has.
         """
         assert self.swapped is not None
-        self.swapped.commit(self.twins.weight, synchronize)
+        self.swapped.volume.commit(synchronize)
         self._tell_of_uncommitted((), states())
 
     def _tell_of_uncommitted(
@@ -399,8 +399,9 @@ class HostSide:
         )
         self.take_fingerprints(written, states)
         if self.swapped is not None:
-            # Whether or not a step follows.
-            self.swapped.keep_weights(written, self.twins.weight)
+            # Whether or not a step follows: else a commit would have the program's weights beside
+            # the state of the last step.
+            self.swapped.volume.write_weights(written)
         for param in written:
             twin, state = self.twins[param], states.get(param)
             on_volume = self.swapped is not None and param in self.swapped

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
-from stepwell import _core
+from stepwell import _core, _state
 from stepwell._tensors import tensor_on
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from stepwell import _state
+__all__ = ["MASTER", "Place", "Places", "lay_out"]
 
-__all__ = ["Place", "addresses_for"]
+_Placed = TypeVar("_Placed")
 
 # Of every place: that of the core's slots.
 _ALIGN_BYTES = 64
+
+MASTER = "param"
+"""The master, among the names of state that has one beside the weight."""
 
 
 class Place(torch.Tensor):
@@ -43,11 +46,31 @@ class Place(torch.Tensor):
         return f"<state on a volume, shape={tuple(self.shape)}, dtype={self.dtype}>"
 
 
-def addresses_for(lay_out: Callable[[_state.Allocate], None]) -> _core.AddressSpace:
-    """Addresses for all state that `lay_out` asks for, where it then is.
+class Places(NamedTuple):
+    """Of one parameter, or partition."""
+
+    weight: torch.Tensor
+    """Where the weight is."""
+    state: _state.State
+    """Where each tensor of the state is."""
+    in_memory: _state.State
+    """What of the state is in memory, as it was never stepped."""
+    is_packed: bool
+    """Whether a master is on the volume as what the weight lacks of it."""
+
+    @classmethod
+    def of(cls, weight: torch.Tensor, state: _state.State, *, is_packed: bool = False) -> Places:
+        """Places of a weight, and of state that was never stepped."""
+        kept = [name for name in state if name in ("step", _state.FINGERPRINTS)]
+        in_memory = {name: state.pop(name) for name in kept}
+        return cls(weight, state, in_memory, is_packed)
+
+
+def lay_out(place: Callable[[_state.Allocate], _Placed]) -> tuple[_core.AddressSpace, _Placed]:
+    """Addresses for all state that `place` asks for, where it then is, and what `place` returns.
 
     Args:
-        lay_out: asks a function for each tensor, flat, of so many elements of a dtype. It is called
+        place: asks a function for each tensor, flat, of so many elements of a dtype. It is called
             twice: first it gets tensors without memory, then places, one behind the other.
     """
     end = 0
@@ -57,19 +80,18 @@ def addresses_for(lay_out: Callable[[_state.Allocate], None]) -> _core.AddressSp
         end = _end_of(end, numel, dtype)
         return torch.empty(numel, dtype=dtype, device="meta")
 
-    lay_out(count)
+    place(count)
     addresses = _core.AddressSpace(max(end, 1))
     memory = tensor_on(addresses)
     begin = 0
 
-    def place(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    def give(numel: int, dtype: torch.dtype) -> torch.Tensor:
         nonlocal begin
         found = memory[begin : begin + numel * dtype.itemsize].view(dtype)
         begin = _end_of(begin, numel, dtype)
         return Place.of(found)
 
-    lay_out(place)
-    return addresses
+    return addresses, place(give)
 
 
 def _end_of(begin: int, numel: int, dtype: torch.dtype) -> int:

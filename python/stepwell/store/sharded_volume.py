@@ -28,24 +28,26 @@ Cost: some rounds between the ranks when the optimizer is made.
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 from typing import TYPE_CHECKING
 
 import torch
 
+from stepwell import _core
 from stepwell._sharding import meshes
 from stepwell.ranks.collective import Ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from stepwell import _core
+    from stepwell.store.volume import Volume
 
 __all__ = [
     "RUN_OF_ONE",
-    "CommonCommits",
     "agree_on_counts",
     "close",
+    "explain",
     "open_together",
     "ranks_of",
 ]
@@ -60,45 +62,6 @@ _BEGINNING, _FIRST_STEP = 0, 1
 
 # So many that no two runs draw the same.
 _RUN_BITS = 64
-
-
-class CommonCommits:
-    """Commits that the program asks for: on all ranks, or the ranks take no step any more.
-
-    A step after one that was made on some ranks alone would write over the commit that the others
-    are at.
-    """
-
-    def __init__(self) -> None:
-        self._failure: str | None = None
-
-    def make(self, ranks: Ranks | None, commit: Callable[[], None]) -> None:
-        """Commits the last step on all ranks. Collective.
-
-        Args:
-            ranks: the ranks; None: this one steps alone.
-            commit: commits it on this rank.
-
-        Raises:
-            ValueError: as `commit`.
-            OSError: likewise; or another rank has failed.
-        """
-        if ranks is None:
-            commit()
-            return
-        try:
-            with ranks.awaited():
-                commit()
-            # No rank goes on before all have committed.
-            ranks.meet()
-        except (ValueError, OSError) as error:
-            self._failure = str(error)
-            raise
-
-    def check(self) -> None:
-        """Raises OSError if one has failed on any of several ranks."""
-        if self._failure is not None:
-            raise OSError(f"a commit failed before: {self._failure}")
 
 
 def ranks_of(
@@ -286,3 +249,31 @@ def agree_on_counts(ranks: Ranks, mine: Sequence[int | None]) -> list[int]:
             )
         counts.append(found.pop() if found else 0)
     return counts
+
+
+def explain(
+    error: ValueError, volume: Volume, rank: int, ranks: Sequence[int], resized_by: str
+) -> None:
+    """Raises an error that says more, where other ranks may have made what cannot be resumed.
+
+    Only what lies in this rank's folders is known: others may be those of another host, and a
+    group of other ranks may have volumes of the same name.
+    """
+    if not volume.resume:
+        return
+    made = _ranks_with((os.fspath(path) for path in volume.paths), f"{volume.name}-")
+    if rank not in made or made == sorted(ranks):
+        # The error says what is wrong.
+        return
+    raise ValueError(
+        f"{error}; `{volume.name}` is there for the ranks `{made}` in the folders of rank "
+        f"`{rank}`, and `{list(ranks)}` step together. hint: as many ranks go on from a volume as "
+        f"have made it, each with its own drives; {resized_by}"
+    ) from error
+
+
+def _ranks_with(folders: Iterable[str], prefix: str) -> list[int]:
+    """The ranks whose volumes are in these folders: their numbers come behind `prefix`."""
+    names = {member.name for folder in folders for member in _core.list_members(folder)}
+    ends = [name[len(prefix) :] for name in names if name.startswith(prefix)]
+    return sorted(int(end) for end in ends if end.isdecimal())

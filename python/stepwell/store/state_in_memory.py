@@ -11,7 +11,7 @@ import torch
 from stepwell import _state
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from contextlib import AbstractContextManager
 
 __all__ = ["StateInMemory"]
@@ -35,34 +35,6 @@ class StateInMemory(defaultdict[torch.Tensor, _state.State]):
         super().__init__(dict)
         self._states = states
 
-    def __getitem__(self, param: torch.Tensor) -> _state.State:
-        with self._states() as states:
-            return states[param]
-
-    def __setitem__(self, param: torch.Tensor, state: _state.State) -> None:
-        with self._states() as states:
-            states[param] = state
-
-    def __delitem__(self, param: torch.Tensor) -> None:
-        with self._states() as states:
-            del states[param]
-
-    def __contains__(self, param: object) -> bool:
-        with self._states() as states:
-            return param in states
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        with self._states() as states:
-            return iter(list(states))
-
-    def __reversed__(self) -> Iterator[torch.Tensor]:
-        with self._states() as states:
-            return reversed(list(states))
-
-    def __len__(self) -> int:
-        with self._states() as states:
-            return len(states)
-
     def __eq__(self, other: object) -> bool:
         with self._states() as states:
             return dict(states) == other
@@ -70,80 +42,31 @@ class StateInMemory(defaultdict[torch.Tensor, _state.State]):
     def __ne__(self, other: object) -> bool:
         return not self == other
 
-    def __repr__(self) -> str:
-        with self._states() as states:
-            return repr(states)
-
     __hash__ = None  # type: ignore[assignment]
-
-    def __copy__(self) -> Any:
-        with self._states() as states:
-            return states.copy()
-
-    copy = __copy__
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         with self._states() as states:
             return copy.deepcopy(states, memo)
 
-    def __reduce__(self) -> Any:
-        with self._states() as states:
-            return states.__reduce__()
-
-    def __or__(self, other: Any) -> Any:
-        with self._states() as states:
-            return states | other
-
-    def __ror__(self, other: Any) -> Any:
-        with self._states() as states:
-            return other | states
-
-    def __ior__(self, other: Any) -> Any:
-        with self._states() as states:
-            states.update(other)
+    def __ior__(self, other: Any) -> Any:  # type: ignore[misc]  # `__or__` has other types
+        self.update(other)
         return self
 
-    def get(self, param: torch.Tensor, default: Any = None) -> Any:
-        """As dict's."""
-        with self._states() as states:
-            return states.get(param, default)
 
-    def keys(self) -> Any:
-        """As those of a copy: a view of dict's may be kept, and would see places later."""
+def _method(name: str, *, of_copy: bool) -> Callable[..., Any]:
+    def call(self: StateInMemory, /, *args: Any, **kwargs: Any) -> Any:
         with self._states() as states:
-            return dict(states).keys()
+            return getattr(states.copy() if of_copy else states, name)(*args, **kwargs)
 
-    def values(self) -> Any:
-        """Likewise."""
-        with self._states() as states:
-            return dict(states).values()
+    return call
 
-    def items(self) -> Any:
-        """Likewise."""
-        with self._states() as states:
-            return dict(states).items()
 
-    def pop(self, *args: Any) -> Any:
-        """As dict's."""
-        with self._states() as states:
-            return states.pop(*args)
-
-    def popitem(self) -> Any:
-        """As dict's."""
-        with self._states() as states:
-            return states.popitem()
-
-    def setdefault(self, param: torch.Tensor, default: Any = None) -> Any:
-        """As dict's."""
-        with self._states() as states:
-            return states.setdefault(param, default)
-
-    def update(self, *args: Any, **kwargs: Any) -> None:
-        """As dict's."""
-        with self._states() as states:
-            states.update(*args, **kwargs)
-
-    def clear(self) -> None:
-        """As dict's."""
-        with self._states() as states:
-            states.clear()
+for _name in (
+    *("__getitem__", "__setitem__", "__delitem__", "__contains__", "__len__", "__repr__"),
+    *("__copy__", "__reduce__", "__or__", "__ror__"),
+    *("clear", "copy", "get", "pop", "popitem", "setdefault", "update"),
+):
+    setattr(StateInMemory, _name, _method(_name, of_copy=False))
+# What these give may be kept, and would see places later.
+for _name in ("__iter__", "__reversed__", "items", "keys", "values"):
+    setattr(StateInMemory, _name, _method(_name, of_copy=True))

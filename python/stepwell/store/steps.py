@@ -186,8 +186,8 @@ class Steps:
             timing["selected_bytes"] = engine.selected_bytes
         if isinstance(self._collector, HostCollector):
             timing["bytes_downloaded"] = self._collector.nbytes
-        if swapped is not None and swapped.core is not None:
-            timing["bytes_read"], timing["bytes_written"] = swapped.core.bytes_moved
+        if swapped is not None:
+            timing.update(swapped.volume.bytes_moved())
         return timing
 
     def deferral(self, timing: Mapping[str, float]) -> DeferralMetrics | None:

@@ -19,7 +19,7 @@ import logging
 import multiprocessing
 import os
 from multiprocessing.util import Finalize
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from stepwell.access.finalizers import finalize
 
@@ -29,60 +29,54 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from stepwell import _core
+    from stepwell.store.state_volume import StateVolume
 
-__all__ = ["end_with", "write_weights_behind"]
+__all__ = ["end_with"]
 
 _LOGGER = logging.getLogger(__name__)
 
 
 def end_with(
     owner: object,
-    core: _core.Swap,
-    weight: Callable[[int], _core.TensorView],
+    volume: StateVolume[Any],
     between_steps: Callable[[], AbstractContextManager[None]],
 ) -> weakref.finalize[..., object]:
-    """Has the volume end with its owner, or with the program, whichever is first.
+    """Has a volume that is open end with its owner, or with the program, whichever is first.
 
     Args:
         owner: no argument may hold it.
-        core: the volume.
-        weight: gives the host side of a tensor of the volume, by its number.
+        volume: the volume.
         between_steps: gives a context that begins when the last step is over, and in which none
             begins.
 
     Returns:
         what ends it now.
     """
-    ends = finalize(owner, _end, core, weight, between_steps, os.getpid())
+    ends = finalize(owner, _end, volume, between_steps, os.getpid())
     if multiprocessing.parent_process() is not None:
         # Where it was forked, the program ends without what `weakref` would do then.
         Finalize(None, ends, exitpriority=0)
     return ends
 
 
-def write_weights_behind(core: _core.Swap, weight: Callable[[int], _core.TensorView]) -> None:
-    """Writes the weights that a commit would lack, between steps.
-
-    Raises:
-        OSError: a drive cannot be written.
-    """
-    for number in core.weights_behind():
-        core.write_weights(number, weight(number))
-
-
 def _end(
-    core: _core.Swap,
-    weight: Callable[[int], _core.TensorView],
+    volume: StateVolume[Any],
     between_steps: Callable[[], AbstractContextManager[None]],
     process: int,
 ) -> None:
     if process != os.getpid():
         # In a forked child the volume is its parent's.
         return
+    core = volume.core
+    assert core is not None
     try:
         if core.is_kept:
             with between_steps():
-                _commit(core, weight)
+                if core.is_behind:
+                    volume.write_weights()
+                    core.commit()
+                    said = "volume `%s` ends with a commit of step %s"
+                    _LOGGER.info(said, core.name, core.step)
     # Nobody could catch it: Python drops what a finalizer raises, and where the program ends, the
     # finalizers that are left as well. So what a signal's handler raises stays here too.
     except BaseException as error:  # noqa: BLE001
@@ -92,13 +86,6 @@ def _end(
         _LOGGER.warning("the last step may not be committed: %s", said)
     finally:
         core.close(keep=False if _is_new(core) else None)
-
-
-def _commit(core: _core.Swap, weight: Callable[[int], _core.TensorView]) -> None:
-    if core.is_behind:
-        write_weights_behind(core, weight)
-        core.commit()
-        _LOGGER.info("volume `%s` ends with a commit of step %s", core.name, core.step)
 
 
 def _is_new(core: _core.Swap) -> bool:

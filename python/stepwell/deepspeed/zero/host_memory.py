@@ -86,7 +86,7 @@ class HostMemory:
             # By way of pinned memory, and widened by all cores.
             moved.copy_(host_side.copy_(weight))
         master.data = moved
-        if swapped is not None and group in swapped:
+        if swapped is not None and group in swapped.leases:
             self._begin(group, master.detach(), weight)
         return host_side
 
@@ -130,14 +130,14 @@ def announced(
         # Gradients that wait for their turn are the engine's.
         crossing += weight.nbytes + (numel * grad_dtype.itemsize if deferred is None else 0)
         held += weight.nbytes if is_offloaded else 0
-        if swapped is None or group not in swapped:
+        if swapped is None or group not in swapped.leases:
             state += moments_bytes
         if swapped is None or not swapped.has_master(group):
             state += 0 if is_upload else numel * master.dtype.itemsize
             held += master.nbytes
     if swapped is not None:
-        state += swapped.memory_bytes
-        held += swapped.memory_bytes
+        state += swapped.volume.memory_bytes
+        held += swapped.volume.memory_bytes
     if deferred is not None:
         memory = memory_of(extents, deferred)
         waiting = memory.pinned

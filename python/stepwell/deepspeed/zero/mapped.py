@@ -1,15 +1,18 @@
 """Memory in a mapped file, into which state on a volume is brought: by chunks, as it is used.
 
-Imports no DeepSpeed.
+It takes no host memory that the kernel could not take back, and space on a drive while it is there.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import mmap
 import os
+import shutil
 import tempfile
 import weakref
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,9 +20,11 @@ import torch
 from stepwell import _core
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
 __all__ = ["MappedState"]
+
+_LOGGER = logging.getLogger(__name__)
 
 _ALIGN_BYTES = 64
 """Of each tensor of a partition's state, in the file and among places."""
@@ -29,16 +34,20 @@ class MappedState:
     """Memory for the state of one partition, in a mapped file. Space is taken for what is brought.
 
     Args:
-        folder: of the file, which has no name.
+        paths: of a volume. The file, which has no name, is in the folder with the most room; in
+            that for temporary files where all are devices.
         places: tensors like those that the memory is for.
         numel: elements of the partition.
     """
 
     def __init__(
-        self, folder: str | os.PathLike[str], places: Mapping[str, torch.Tensor], numel: int
+        self,
+        paths: Iterable[str | os.PathLike[str]],
+        places: Mapping[str, torch.Tensor],
+        numel: int,
     ) -> None:
-        self.folder = folder
-        """Where the file is."""
+        folders = [path for path in paths if Path(path).is_dir()] or [tempfile.gettempdir()]
+        self._folder = max(folders, key=lambda path: shutil.disk_usage(path).free)
         self._numel = numel
         self._offsets: dict[str, int] = {}
         end = 0
@@ -46,7 +55,7 @@ class MappedState:
             self._offsets[name] = end
             end += -(-place.nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
         # It is open as long as the memory is there.
-        self._file = tempfile.TemporaryFile(dir=folder, prefix="stepwell-export-")  # noqa: SIM115
+        self._file = tempfile.TemporaryFile(dir=self._folder, prefix="stepwell-export-")  # noqa: SIM115
         weakref.finalize(self, self._file.close)
         os.ftruncate(self._file.fileno(), end)
         memory = mmap.mmap(self._file.fileno(), end)
@@ -57,30 +66,42 @@ class MappedState:
             ).view(place.shape)
             for name, place in places.items()
         }
-        # Whole chunks that are there: first element, last one, and a digest of what they held.
-        self._runs: list[tuple[int, int, bytes]] = []
+        # Of the chunks that are there: a digest of what each held.
+        self._digests: dict[int, bytes] = {}
+        self.is_lent = False
+        """Whether a program may write all of it. Else it may write parts that it has looked at."""
 
-    def missing(self, begin: int, end: int) -> list[tuple[int, int]]:
-        """Runs of whole chunks that have elements from `begin` to `end`, and are not there."""
-        size = _core.CHUNK_LEN
-        there = {at for first, last, _ in self._runs for at in range(first, last, size)}
-        runs: list[tuple[int, int]] = []
-        for at in range(begin // size * size, end, size):
-            if at in there:
-                continue
-            last = min(at + size, self._numel)
-            if runs and runs[-1][1] == at:
-                runs[-1] = runs[-1][0], last
-            else:
-                runs.append((at, last))
-        return runs
+    def bring(self, begin: int, end: int, read: Callable[[int, int], None]) -> None:
+        """Has whole chunks with elements from `begin` to `end` be there.
 
-    def take(self, begin: int, end: int) -> None:
-        """Takes space for a run.
+        Args:
+            begin: the first element.
+            end: the one behind the last.
+            read: reads those of whole chunks.
 
         Raises:
-            OSError: there is none.
+            OSError: as `read`; or there is no space.
         """
+        size = _core.CHUNK_LEN
+        missing = set(range(begin // size * size, end, size)) - self._digests.keys()
+        for first in sorted(missing):
+            if first - size in missing:
+                continue
+            last = next(at for at in range(first, end + size, size) if at not in missing)
+            last = min(last, self._numel)
+            self._take(first, last)
+            read(first, last)
+            self._digests.update((at, self._digest(at)) for at in range(first, last, size))
+            _LOGGER.info(
+                "%d of %d elements of a partition's state are read from the volume into a mapped "
+                "file in `%s`",
+                last - first,
+                self._numel,
+                os.fspath(self._folder),
+            )
+
+    def _take(self, begin: int, end: int) -> None:
+        """Takes space for a run."""
         for name, tensor in self.tensors.items():
             # Of codes and scales there are fewer than elements: a block more at the beginning.
             first = max(begin * tensor.nbytes // self._numel - mmap.PAGESIZE, 0)
@@ -94,21 +115,20 @@ class MappedState:
                     f"state on a volume takes `{last - first}` bytes for `{name}` while it is read "
                     f"by the program, which are not free (`{error.strerror}`). hint: more room in "
                     "one of the folders, or no access to masters and moments between steps",
-                    os.fspath(self.folder),
+                    os.fspath(self._folder),
                 ) from error
-
-    def note(self, begin: int, end: int) -> None:
-        """A run is there."""
-        self._runs.append((begin, end, self._digest(begin, end)))
 
     @property
     def is_written(self) -> bool:
         """Whether anything was written to what is there, where fragments can be had of it."""
-        return any(self._digest(begin, end) != digest for begin, end, digest in self._runs)
+        return self.is_lent or any(
+            self._digest(at) != digest for at, digest in self._digests.items()
+        )
 
-    def _digest(self, begin: int, end: int) -> bytes:
+    def _digest(self, begin: int) -> bytes:
         found = hashlib.blake2b(digest_size=16)
         for tensor in self.tensors.values():
             if tensor.numel() == self._numel:
-                found.update(tensor[begin:end].view(torch.uint8).numpy().data)
+                chunk = tensor[begin : begin + _core.CHUNK_LEN]
+                found.update(chunk.view(torch.uint8).numpy().data)
         return found.digest()

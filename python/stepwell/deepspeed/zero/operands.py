@@ -135,7 +135,7 @@ class Operands:
 
         None where they are on a volume: there they wait by themselves.
         """
-        if self.swapped is not None and group in self.swapped:
+        if self.swapped is not None and group in self.swapped.leases:
             return []
         return [operand.master, *operand.runs.values()]
 
@@ -168,7 +168,7 @@ class Operands:
 
     def forget_unused_volume(self) -> None:
         """Called when the partitions are made, for which no volume may have been."""
-        if self.swapped is not None and self.swapped.core is None:
+        if self.swapped is not None and self.swapped.volume.core is None:
             self.swapped = None
 
     def resume(self, counts: Mapping[int, int], masters: Sequence[torch.Tensor]) -> None:
@@ -180,7 +180,7 @@ class Operands:
         """
         for group, count in counts.items():
             assert self.swapped is not None
-            state = self.swapped.state(group)
+            state = self.swapped.leases[group].state()
             is_tensor = isinstance(state["step"], torch.Tensor)
             state["step"] = _state.step_tensor(count) if is_tensor else count
             self._optimizer.state[masters[group]] = state
@@ -218,18 +218,18 @@ class Operands:
         """
         group = self._optimizer.param_groups[index]
         known = self._optimizer.state.get(master) or None
-        swapped = self.swapped
-        if swapped is None or ordinal not in swapped:
+        lease = None if self.swapped is None else self.swapped.leases.get(ordinal)
+        if lease is None:
             return self._of(group, ordinal, master, known)
-        known = swapped.known(ordinal, known)
+        known = lease.known(known)
         # State that is away stays there.
         with without_waiting():
             operand = self._of(group, ordinal, master, known)
-            placed = swapped.placed(ordinal, operand.state)
-            if placed is not operand.state and isinstance(placed["step"], torch.Tensor):
+            stepped = lease.stepped(operand.state)
+            if stepped is not operand.state and isinstance(stepped["step"], torch.Tensor):
                 # What is in memory is a snapshot from then on.
-                placed["step"] = placed["step"].clone()
-            return operand._replace(state=placed)
+                stepped["step"] = stepped["step"].clone()
+            return operand._replace(state=stepped)
 
     def _of(
         self,

@@ -23,7 +23,7 @@ import logging
 import time
 import weakref
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -149,8 +149,8 @@ class Partitions(Uploads):
         if swapped is not None:
             beside = sum(map(bytes_beside_state, partitions))
             limit = None if host_bytes_max is None else max(host_bytes_max - beside, 0)
-            swapped.open(partitions, limit, beside=beside, threads=threads, finish=self.finish)
-            swapped = None if swapped.core is None else swapped
+            swapped.open(partitions, limit, beside=beside, finish=self.finish)
+            swapped = None if swapped.volume.core is None else swapped
         self._swapped, self._deferral = swapped, deferral
         # Where updates are deferred, by fragment.
         runs = {} if deferral is None else _runs(deferral.sources)
@@ -176,9 +176,6 @@ class Partitions(Uploads):
         )
         # What stands for each span.
         self._spans = [torch.empty(0, device="cpu") for _ in self._runs]
-        tier = None
-        if swapped is not None:
-            tier = {"swap": swapped.core, "swapped": swapped.indices(len(partitions))}
         waiting = {} if fragments is None else fragments
         self.engine = Engine(
             device,
@@ -187,7 +184,7 @@ class Partitions(Uploads):
             windows={param: self._windows([each]) for param, each in waiting.items()},
             threads=threads,
             deferred=deferred,
-            tier=tier,
+            tier=None if swapped is None else swapped.volume.tier(range(len(partitions))),
         )
         memory = HostMemory(self.engine, swapped)
         pins_sums = is_pinned and adds_on_host and accumulation_steps > 1
@@ -338,7 +335,7 @@ class Partitions(Uploads):
         self.finish()
         self._seconds_behind_last = time.perf_counter() - begin
         if self._swapped is not None:
-            self._swapped.check()
+            self._swapped.volume.check()
 
     def prepare(self, operands: Mapping[int, Operand], weights: Sequence[torch.Tensor]) -> Prepared:
         """Makes everything ready for a step, behind `end_last_step`.
@@ -445,21 +442,22 @@ class Partitions(Uploads):
         if selector is not None:
             selected = selector.choose(now)
             selector.drop(now or ())
-        leaving: list[partial[Any]] = []
-        if self._swapped is not None:
-            owners = [*owners, self._swapped.in_use(operands)]
-            leaving = self._swapped.leaving(operands)
         self._bytes_downloaded, self.gradients.bytes_sent = self.gradients.bytes_sent, 0
-        self.engine.submit(
-            coming,
-            [each.hyper.core(grad_scale) for each in operands.values()],
-            at_once=now,
-            selected=selected,
-            num_settled=self.engine.store.num_settled,
-            owners=owners,
-            order=self._places,
-            begun=[*begun, *leaving],
-        )
+        swapped, hypers = self._swapped, [each.hyper.core(grad_scale) for each in operands.values()]
+        with contextlib.nullcontext() if swapped is None else swapped.lock:
+            if swapped is not None:
+                owners = [*owners, swapped.in_use(operands)]
+                begun = [*begun, *swapped.leaving(operands)]
+            self.engine.submit(
+                coming,
+                hypers,
+                at_once=now,
+                selected=selected,
+                num_settled=self.engine.store.num_settled,
+                owners=owners,
+                order=self._places,
+                begun=begun,
+            )
         self.gradients.note_step(grad_scale)
 
     def forget(self) -> None:
@@ -681,7 +679,7 @@ class Partitions(Uploads):
             timing["selected_share"] = engine.selector.share
             timing["selected_bytes"] = engine.selected_bytes
         if self._swapped is not None:
-            timing.update(self._swapped.bytes_moved())
+            timing.update(self._swapped.volume.bytes_moved())
         return timing
 
 
@@ -719,7 +717,7 @@ class PartitionWork:
     @property
     def is_swapped(self) -> bool:
         """Whether its state is on a volume."""
-        return self._swapped is not None and self._group in self._swapped
+        return self._swapped is not None and self._group in self._swapped.leases
 
     def pieces(self, runs: Sequence[tuple[int, int]]) -> list[torch.Tensor] | None:
         """Pieces of the master that are good after every step; None: any view of it is.
@@ -731,7 +729,7 @@ class PartitionWork:
         """
         if self._swapped is None or not self._swapped.has_master(self._group):
             return None
-        return self._swapped.pieces(self._group, runs)
+        return self._swapped.leases[self._group].pieces(runs)
 
 
 def _runs(sources: Mapping[Fragment, Source]) -> dict[Fragment, list[Run]]:

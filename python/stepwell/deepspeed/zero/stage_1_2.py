@@ -193,7 +193,8 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             [(self.param_names.get(param), tuple(param.shape)) for param in group]
             for group in self.round_robin_bit16_groups
         ]
-        self._operands.swapped = swapped_on(self._plan.volume, params, self._operands.new_state)
+        new_state, threads = self._operands.new_state, self._plan.options.threads
+        self._operands.swapped = swapped_on(self._plan.volume, params, new_state, threads=threads)
         self._partitions = self._open_partitions(partitions)
         self._operands.forget_unused_volume()
         self.stepwell_homes = [
@@ -248,7 +249,7 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         """
         self.synchronize()
         swapped = self._operands.swapped
-        return None if swapped is None else swapped.committed_steps
+        return None if swapped is None else swapped.volume.committed_steps
 
     def commit(self) -> None:
         """Commits the last step to the volume, where `commit_interval` has not. Collective.

@@ -263,7 +263,8 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
             [(self.param_names.get(param), tuple(param.ds_shape)) for param in group]
             for group in self.fp16_groups
         ]
-        self._operands.swapped = swapped_on(self._plan.volume, params, self._operands.new_state)
+        new_state, threads = self._operands.new_state, self._plan.options.threads
+        self._operands.swapped = swapped_on(self._plan.volume, params, new_state, threads=threads)
         self._partitions = Partitions(
             partitions,
             swapped=self._operands.swapped,
@@ -319,7 +320,7 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         """
         self._partitions.finish()
         swapped = self._operands.swapped
-        return None if swapped is None else swapped.committed_steps
+        return None if swapped is None else swapped.volume.committed_steps
 
     def commit(self) -> None:
         """Commits the last step to the volume, where `commit_interval` has not. Collective.

@@ -1,0 +1,311 @@
+"""A volume with state of this rank: how it is made of a `Volume`, what it has, and its commits.
+
+What the state is of, parameters or partitions of ZeRO, is a key here. What a program gets of it is
+in `store/swapped.py` and `deepspeed/zero/lease.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from stepwell import _core, _state
+from stepwell._budget import GIB
+from stepwell._sharding import local
+from stepwell._tensors import view
+from stepwell.store.places import MASTER, Places, lay_out
+from stepwell.store.sharded_volume import RUN_OF_ONE, close, explain, open_together
+from stepwell.store.tuning import shape_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable
+
+    from stepwell.ranks.collective import Ranks
+    from stepwell.store.volume import Volume
+
+__all__ = ["MEMORY_PER_BUFFERS", "StateVolume"]
+
+_Key = TypeVar("_Key")
+
+_LOGGER = logging.getLogger(__name__)
+
+_BUFFERS_BYTES_MAX = 1 << 30
+MEMORY_PER_BUFFERS = 2
+"""Buffers take at most one part in so many of the memory for state and buffers."""
+
+
+class StateVolume(Generic[_Key]):
+    """The state of some tensors, on a volume.
+
+    Attributes:
+        core: what the engine steps; None: all state fits into memory, or none was placed yet.
+        places: where the weight of each is, and its state, in their order.
+        ranks: those whose volumes are of one run; None: this one's is.
+
+    Args:
+        options: what the user has said of it.
+        limit: what errors call the option that bounds host memory.
+        workers: that step; None: as the engine chooses.
+        resized_by: how state gets to another number of ranks, for errors that say so.
+    """
+
+    def __init__(
+        self, options: Volume, *, limit: str, workers: int | None, resized_by: str | None = None
+    ) -> None:
+        self.options = options
+        self.core: _core.Swap | None = None
+        self.places: dict[_Key, Places] = {}
+        self.ranks: Ranks | None = None
+        self._limit, self._workers, self._resized_by = limit, workers, resized_by
+        self._addresses: _core.AddressSpace
+        self._buffers_nbytes_max = 0
+        self._numbers: dict[_Key, int] = {}
+        self._weight: Callable[[_Key], _core.TensorView]
+        # Why a commit that the program has asked for has failed, on any of the ranks.
+        self._failed_commit: str | None = None
+
+    def __contains__(self, key: _Key) -> bool:
+        return key in self._numbers
+
+    @property
+    def commits(self) -> bool:
+        """Whether a crash leaves the last commit."""
+        return self.options.durability == "commit"
+
+    @property
+    def committed_steps(self) -> int | None:
+        """How many steps the volume has committed; None: it commits none, or there is none."""
+        return (self.core.step or 0) if self.core is not None and self.commits else None
+
+    @property
+    def counts(self) -> dict[_Key, int] | None:
+        """Of a volume that was resumed: how many updates each has seen. None: it is new."""
+        counts = None if self.core is None else self.core.counts
+        return None if counts is None else dict(zip(self._numbers, counts, strict=True))
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of host memory that the volume takes: buffers, and state that fits there."""
+        return 0 if self.core is None else self.core.ram_nbytes + self.core.buffers_nbytes
+
+    def bytes_moved(self) -> dict[str, int]:
+        """Bytes that the drives have read and written since the volume was made, if there is one.
+
+        With the keys of `OffloadAdamW.timing`.
+        """
+        moved = () if self.core is None else self.core.bytes_moved
+        return dict(zip(("bytes_read", "bytes_written"), moved, strict=False))
+
+    def tier(self, keys: Iterable[_Key]) -> dict[str, object] | None:
+        """What an engine of `keys` takes; None: there is no volume."""
+        if self.core is None:
+            return None
+        return {"swap": self.core, "swapped": [self._numbers.get(key) for key in keys]}
+
+    # ---- the beginning ----
+
+    def place(self, make: Callable[[_state.Allocate], dict[_Key, Places]], host_bytes: int) -> int:
+        """Gives places to what may be on the volume, of which some may be taken out then.
+
+        Args:
+            make: makes them, as `places.lay_out` has it.
+            host_bytes: for state and buffers.
+
+        Returns:
+            what is left of `host_bytes` for state, beside the buffers that steps take.
+
+        Raises:
+            ValueError: there is not even the memory for buffers.
+        """
+        self._addresses, self.places = lay_out(make)
+        self._buffers_nbytes_max = min(host_bytes // MEMORY_PER_BUFFERS, _BUFFERS_BYTES_MAX)
+        buffers = _core.swap_buffers_nbytes(
+            [os.fspath(path) for path in self.options.paths],
+            self._tensors(),
+            durability=self.options.durability,
+            packed=self._packed(),
+            buffers_nbytes_max=self._buffers_nbytes_max,
+            workers=self._workers,
+        )
+        if buffers > host_bytes:
+            raise ValueError(
+                f"the buffers of a volume take `{buffers}` bytes of host memory, `{host_bytes}` "
+                f"are left of `{self._limit}`, expected more"
+            )
+        return host_bytes - buffers
+
+    def open(
+        self,
+        choose: Callable[[], tuple[str, int] | None],
+        weight: Callable[[_Key], _core.TensorView],
+        *,
+        rank: int | None,
+    ) -> None:
+        """Makes the volume, or finds it again. Collective where there are `ranks`.
+
+        Args:
+            choose: calls `place`. Gives what is there, in words, for a volume of others is not
+                resumed, and bytes of memory for some of it; None: this rank needs no volume.
+            weight: gives the host side of a weight.
+            rank: of this process, a part of the volume's name; None: it is the only one.
+
+        Raises:
+            ValueError: as `place`; an option cannot work; the volume is of others, or those of the
+                ranks are not of one run.
+            OSError: a drive is full, or cannot be used; or another rank has failed.
+        """
+        self._weight = weight
+
+        def make(step: int | None, run: int) -> _core.Swap | None:
+            chosen = choose()
+            if chosen is None:
+                return None
+            self._numbers = {key: number for number, key in enumerate(self.places)}
+            try:
+                return self._made(*chosen, rank, step, run)
+            except ValueError as error:
+                if self.ranks is not None and rank is not None and self._resized_by is not None:
+                    explain(error, self.options, rank, self.ranks.ranks, self._resized_by)
+                raise
+
+        if self.ranks is None:
+            self.core = make(None, RUN_OF_ONE)
+        else:
+            interval = self.options.steps_per_commit
+            self.core = open_together(self.ranks, make, commit_interval=interval)
+
+    def _made(
+        self, identity: str, ram_nbytes: int, rank: int | None, step: int | None, run: int
+    ) -> _core.Swap:
+        """The core's swap, as the user has said of it, or as its drives were measured."""
+        volume, shape = self.options, shape_of(self.options)
+        digest = hashlib.sha256(identity.encode()).digest()[:8]
+        swap = _core.Swap(
+            # The program may have another working directory when they are removed.
+            [str(Path(path).absolute()) for path in volume.paths],
+            self._tensors(),
+            addresses=self._addresses,
+            name=volume.name if volume.name is None or rank is None else f"{volume.name}-{rank}",
+            weights=shape.weights,
+            stripe_bytes=shape.stripe_bytes,
+            durability=volume.durability,
+            keep=volume.is_kept,
+            resume=volume.resume,
+            step=step,
+            run=run,
+            counts_each_step=self.ranks is not None and self.commits,
+            commit_interval=volume.steps_per_commit,
+            identity=int.from_bytes(digest, "little"),
+            packed=self._packed(),
+            ram_nbytes=ram_nbytes,
+            buffers_nbytes_max=self._buffers_nbytes_max,
+            workers=self._workers,
+            io_engine=volume.io_engine,
+            queue_depth=shape.queue_depth,
+            io_timeout=volume.io_timeout,
+        )
+        nbytes = sum(_state.nbytes_of(places.state) for places in self.places.values())
+        _LOGGER.info(
+            "volume `%s`: %.2f GiB of state on %d drives; %.2f GiB of it and %.2f GiB of buffers "
+            "in host memory",
+            swap.name,
+            (nbytes - (0 if self.commits else swap.ram_nbytes)) / GIB,
+            len(volume.paths),
+            swap.ram_nbytes / GIB,
+            swap.buffers_nbytes / GIB,
+        )
+        return swap
+
+    def _tensors(self) -> list[_core.AdamTensor]:
+        return [self._tensor(key, places.state) for key, places in self.places.items()]
+
+    def _tensor(self, key: _Key, state: _state.State) -> _core.AdamTensor:
+        """What the core knows state by, where it is in `state`."""
+        weight, placed, *_ = self.places[key]
+        runs = {name: local(state[name]) for name in placed}
+        if MASTER not in runs:
+            return _state.adam_tensor(weight, runs)
+        weight_out = view(weight) if state is placed else self._weight(key)
+        return _state.adam_tensor(runs.pop(MASTER), runs, weight_out=weight_out)
+
+    def _packed(self) -> list[int]:
+        return [number for number, each in enumerate(self.places.values()) if each.is_packed]
+
+    def close(self) -> None:
+        """Ends a volume from which the optimizer cannot begin; a resumed one stays."""
+        close(self.core)
+
+    # ---- between steps ----
+
+    def read(self, key: _Key, to: _state.State, begin: int = 0, end: int | None = None) -> None:
+        """Copies state to memory, or the chunks of it with elements from `begin` to `end`.
+
+        Raises:
+            OSError: a drive cannot be read.
+        """
+        assert self.core is not None
+        self.core.read(self._numbers[key], self._tensor(key, to), begin=begin, end=end)
+
+    def read_weights(self, key: _Key) -> None:
+        """Copies the weights that a resumed volume has to their host side.
+
+        Raises:
+            OSError: a drive cannot be read.
+        """
+        assert self.core is not None
+        self.core.read_weights(self._numbers[key], self._weight(key))
+
+    def write_weights(self, keys: Collection[_Key] | None = None) -> None:
+        """Writes the weights that a commit would lack, since steps without one have changed them.
+
+        Args:
+            keys: whose they are; None: all.
+
+        Raises:
+            OSError: a drive cannot be written.
+        """
+        if self.core is not None and (behind := self.core.weights_behind()):
+            numbers = self._numbers
+            found = numbers if keys is None else [key for key in keys if key in numbers]
+            for key in found:
+                if numbers[key] in behind:
+                    self.core.write_weights(numbers[key], self._weight(key))
+
+    def commit(self, synchronize: Callable[[], None]) -> None:
+        """Commits the last step, if it is not. Collective.
+
+        Where it fails on a rank, none takes another step (`check`): that would write over the
+        commit that others are at.
+
+        Args:
+            synchronize: waits until the last step is over.
+
+        Raises:
+            ValueError: the step has failed.
+            OSError: likewise, or a drive has; or another rank has failed.
+        """
+        ranks = self.ranks
+        try:
+            with contextlib.nullcontext() if ranks is None else ranks.awaited():
+                synchronize()
+                self.write_weights()
+                if self.core is not None:
+                    self.core.commit()
+            if ranks is not None:
+                # No rank goes on before all have committed.
+                ranks.meet()
+        except (ValueError, OSError) as error:
+            if ranks is not None:
+                self._failed_commit = str(error)
+            raise
+
+    def check(self) -> None:
+        """Raises OSError if a write to the volume, or a commit of any rank, has failed."""
+        if self._failed_commit is not None:
+            raise OSError(f"a commit failed before: {self._failed_commit}")
+        if self.core is not None:
+            self.core.check()
