@@ -253,7 +253,7 @@ def pins(result, folder):
 
 def memory(result):
     """What is announced, what is there, and what is left after `destroy`."""
-    import stepwell.deepspeed.zero.partitions as module
+    import stepwell.deepspeed.zero.host_memory as module
 
     announced, original = [], module.announce
 
