@@ -106,18 +106,6 @@ def squared(model, x):
     return (model(x).float() - 1).square().mean()
 
 
-def tokens(count):
-    # A text with something to learn: each token follows from the one before, but for noise.
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(count):
-        first = torch.randint(64, (4, 1), generator=generator)
-        yield (first + 3 * torch.arange(16) + torch.randint(2, (4, 16), generator=generator)) % 64
-
-
-def next_token_loss(model, ids):
-    return model(input_ids=ids, labels=ids).loss
-
-
 def train(engine, batches, loss_of, before_step=None):
     losses = []
     for batch in batches:

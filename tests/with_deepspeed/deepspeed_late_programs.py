@@ -283,22 +283,6 @@ def on_one_rank(name, *, is_late):
     return was_late, found
 
 
-def given_out():
-    """Whether a step goes on before the masters are asked for, and after.
-
-    DeepSpeed copies weights into them (`refresh_fp32_params`), which have to be there.
-    """
-    engine = initialize(perceptron(), configuration(dtype="bf16"))
-    train(engine, vectors(1), squared)
-    late = make_late(engine)
-    train(engine, vectors(1, 1), squared)
-    before = late.busy
-    masters = engine.optimizer.single_partition_of_fp32_groups
-    found = before, late.busy, len(masters)
-    engine.destroy()
-    return found
-
-
 def program_late(result):
     """All that one rank does."""
     import stepwell.deepspeed
@@ -316,7 +300,6 @@ def program_late(result):
         name: [on_one_rank(name, is_late=is_late) for is_late in (True, False)]
         for name in ON_ONE_RANK
     }
-    result["given out"] = given_out()
     result["moved"] = moved()
 
 

@@ -186,10 +186,3 @@ def test_the_norm_is_read_before_the_latest_gradient_is_copied(partitions):
     assert gradients.norm(add_up) == pytest.approx(40**0.5)
     assert seen == [[0.0] * 20 + [1.0] * 20]
     assert gradients.grads[0].tolist() == [1.0] * 40
-
-
-def test_what_is_read_before_a_step_has_arrived(partitions):
-    gradients, fragment = partitions.gradients, Fragment(0, 0, 4)
-    gradients.add(fragment, torch.full((4,), 3.0), is_owned=True)
-    gradients.send(fragment)
-    assert gradients.gradient(fragment).tolist() == [3.0] * 4

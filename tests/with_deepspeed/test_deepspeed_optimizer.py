@@ -66,25 +66,6 @@ def test_ranks_are_rounded_independently(monkeypatch):
     assert not torch.equal(*states)
 
 
-def test_the_parameters_of_the_model_may_be_anywhere():
-    model = torch.nn.Linear(4, 4, device="meta")
-    empty = torch.nn.Parameter(torch.empty(0))
-    optimizer = StepwellAdamW([*model.parameters(), empty], lr=1)
-    with pytest.raises(ValueError, match="`moments` is set for a parameter group"):
-        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))], "moments": "q8"})
-    with pytest.raises(ValueError, match=r"`lr` of group 1 is `-1\.0`"):
-        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))], "lr": -1})
-    # What is stepped must be in host memory, and is checked then.
-    model.weight.grad = torch.zeros(4, 4, device="meta")
-    with pytest.raises(ValueError, match="is on `meta`"):
-        optimizer.step()
-
-
-def test_fp32_optimizer_states_is_what_deepspeed_asks_for():
-    assert StepwellAdamW([flat()]).fp32_optimizer_states
-    assert not StepwellAdam([flat()], moments="q8").fp32_optimizer_states
-
-
 @pytest.mark.parametrize("moments", ["fp32", "bf16", "q8"])
 def test_state_dicts_resume_to_the_bit_and_are_read_by_plain_names(moments):
     params = [flat(seed) for seed in range(2)]
