@@ -122,12 +122,17 @@ def program_zenflow_on_engine(result):
     """Training on one rank: against OffloadAdamW, looks, checkpoints, refusals, DeepSpeed's own."""
     import stepwell
     import stepwell.deepspeed
-    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_set_full_grad
+    from deepspeed.utils import (
+        safe_get_full_fp32_param,
+        safe_get_full_grad,
+        safe_get_full_optimizer_state,
+        safe_set_full_grad,
+    )
 
     stepwell.deepspeed.register()
 
     # The same run without DeepSpeed.
-    engine = initialize(perceptron(), configuration(zero=with_zenflow()))
+    engine = initialize(perceptron(), configuration(optimizer="StepwellAdamW", zero=with_zenflow()))
     result["losses"] = train(engine, vectors(STEPS), squared)
     result["oldest"] = engine.optimizer.timing["oldest_age"]
     model = perceptron()
@@ -151,6 +156,11 @@ def program_zenflow_on_engine(result):
     looked = safe_get_full_fp32_param(engine.module[0].weight)
     result["master"] = torch.equal(looked, engine.module[0].weight.detach())
     result["late after a look"] = not partitions_of(engine.optimizer).is_landed
+    train(engine, vectors(3, first=STEPS + 3), squared)
+    looked = safe_get_full_optimizer_state(engine.module[0].weight, "exp_avg").clone()
+    engine.optimizer.drain()
+    drained = safe_get_full_optimizer_state(engine.module[0].weight, "exp_avg")
+    result["moment"] = torch.equal(looked, drained)
 
     # Gradients can be read before the step.
     loss = squared(engine, next(vectors(1, first=50)))
@@ -208,6 +218,8 @@ def saved_and_resumed(result, folder, stage):
     losses = trained(engine, SAVED_AT, LAST)
     result["late"] = not partitions_of(engine.optimizer).is_landed
     result["went on"] = saved, weights, losses, partitions(engine)
+    # Which has applied what is pending to the masters of each rank.
+    result["late weights"] = [param.detach().clone() for param in engine.module.parameters()]
     engine.module.state_dict()
     engine.eval()
     with torch.no_grad():

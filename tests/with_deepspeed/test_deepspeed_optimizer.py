@@ -126,14 +126,6 @@ def test_coded_moments_keep_the_decay_that_the_json_asks_for(name, params, cls):
         assert optimizer_type._type_with_moments(engine(name, params, moments=plain)) is None
 
 
-def test_keywords_are_those_of_the_json():
-    params = {"lr": 0.1, "adam_w_mode": False, "torch_adam": True, "foreach": True}
-    found = optimizer_type._keywords(engine("adam", params), "StepwellAdam")
-    assert found == {"lr": 0.1, "moments": "q8"}
-    assert params["adam_w_mode"] is False
-    assert optimizer_type._keywords(engine("adamw", None), "StepwellAdamW") == {"moments": "q8"}
-
-
 @pytest.mark.parametrize(
     ("name", "params", "options", "said"),
     [
@@ -151,11 +143,3 @@ def test_keywords_are_those_of_the_json():
 def test_keywords_that_contradict_are_refused(name, params, options, said):
     with pytest.raises(ValueError, match=said):
         optimizer_type._keywords(engine(name, params, **options), "StepwellAdamW")
-
-
-@pytest.mark.parametrize(("params", "expected"), [({}, "bf16"), ({"moments": "q8"}, "q8")])
-def test_16_bit_states_are_asked_for_by_deepspeeds_key_too(params, expected):
-    asked = engine("stepwelladamw", params, moments=None, has_bf16_states=True)
-    assert optimizer_type._keywords(asked, "StepwellAdamW") == {"moments": expected}
-    without = engine("stepwelladamw", {"moments": "fp32"}, moments=None)
-    assert optimizer_type._keywords(without, "StepwellAdamW") == {"moments": "fp32"}
