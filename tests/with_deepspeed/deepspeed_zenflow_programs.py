@@ -178,6 +178,17 @@ def program_zenflow_on_engine(result):
     result["refused"] = raised
     engine.destroy()
 
+    # The end of an engine applies what is pending.
+    result["ended"] = []
+    for is_drained in (True, False):
+        engine = initialize(perceptron(), configuration(dtype="bf16", zero=with_zenflow()))
+        train(engine, vectors(STEPS), squared)
+        params = list(engine.module.parameters())
+        if is_drained:
+            engine.optimizer.drain()
+        engine.destroy()
+        result["ended"].append([param.detach().clone() for param in params])
+
     # As exact while it warms up.
     config = {"dtype": "bf16", "clip": 0.1, "gradient_accumulation_steps": 2}
     for name, zero in (("warm-up", with_zenflow(full_warm_up_rounds=50)), ("exact", {})):

@@ -68,6 +68,11 @@ def test_every_look_sees_all_updates(one_rank):
     assert not one_rank["late after a look"]
 
 
+def test_the_end_of_an_engine_applies_all_updates(one_rank):
+    drained, ended = one_rank["ended"]
+    assert all(map(torch.equal, drained, ended))
+
+
 def test_gradients_are_read_before_the_step_only(one_rank):
     assert one_rank["gradient"] > 0
     assert "a gradient is set" in one_rank["refused"][0]
