@@ -59,17 +59,12 @@ def program_access(result):
         if stage == 2:
             used = {"ignore_unused_parameters": False}
             named |= {
-                "read, accumulated": (read, configuration(gradient_accumulation_steps=2)),
                 "set, clipped": (set_gradients, configuration(dtype="bf16", clip=0.1)),
                 "set, accumulated": (
                     set_gradients,
                     configuration(dtype="bf16", gradient_accumulation_steps=2),
                 ),
                 "unused": (unused, configuration(dtype="bf16", zero=used)),
-                "unchecked, ours": (
-                    poisoned,
-                    configuration(dtype="bf16", optimizer="StepwellAdamW", precision=unchecked),
-                ),
             }
         for name, (run, config) in named.items():
             config["zero_optimization"]["stage"] = stage

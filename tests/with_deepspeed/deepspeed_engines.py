@@ -95,6 +95,18 @@ def initialize(model, config, **more):
     )[0]
 
 
+def initialize_groups(config):
+    """An engine whose biases have options of their own."""
+    import deepspeed
+
+    model = perceptron()
+    groups = [
+        {"params": [model[0].weight, model[2].weight]},
+        {"params": [model[0].bias, model[2].bias], "weight_decay": 0.0, "lr": 1e-3},
+    ]
+    return deepspeed.initialize(model=model, model_parameters=groups, config=config)[0]
+
+
 def vectors(count, first=0, rank=0):
     """Batches of the perceptron: number `i` is the same whichever is asked for first."""
     for index in range(first, first + count):

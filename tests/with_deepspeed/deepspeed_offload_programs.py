@@ -13,6 +13,7 @@ from deepspeed_engines import (
     Lines,
     configuration,
     initialize,
+    initialize_groups,
     partitions,
     perceptron,
     squared,
@@ -117,14 +118,7 @@ def waited():
 
 
 def with_groups(config):
-    import deepspeed
-
-    model = perceptron()
-    groups = [
-        {"params": [model[0].weight, model[2].weight]},
-        {"params": [model[0].bias, model[2].bias], "weight_decay": 0.0, "lr": 1e-3},
-    ]
-    engine = deepspeed.initialize(model=model, model_parameters=groups, config=config)[0]
+    engine = initialize_groups(config)
     return {"losses": train(engine, vectors(STEPS), squared), "partitions": partitions(engine)}
 
 

@@ -7,7 +7,15 @@ import os
 from pathlib import Path
 
 import torch
-from deepspeed_engines import configuration, initialize, partitions, perceptron, train, vectors
+from deepspeed_engines import (
+    configuration,
+    initialize,
+    initialize_groups,
+    partitions,
+    perceptron,
+    train,
+    vectors,
+)
 from deepspeed_engines import squared as loss_of
 from deepspeed_paths import both, poisoned
 from insides import is_on_device
@@ -23,14 +31,7 @@ def halved(ratio=0.5, **options):
 
 
 def with_groups(config):
-    import deepspeed
-
-    model = perceptron()
-    groups = [
-        {"params": [model[0].weight, model[2].weight]},
-        {"params": [model[0].bias, model[2].bias], "weight_decay": 0.0, "lr": 1e-3},
-    ]
-    engine = deepspeed.initialize(model=model, model_parameters=groups, config=config)[0]
+    engine = initialize_groups(config)
     train(engine, vectors(1), loss_of)
     # As a scheduler does.
     engine.optimizer.param_groups[0]["lr"] /= 2

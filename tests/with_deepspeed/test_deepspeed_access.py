@@ -16,7 +16,6 @@ NAMES = (
     "read, scaled, ZeRO-3",
     "read, overflow, ZeRO-2",
     "read, overflow, ZeRO-3",
-    "read, accumulated, ZeRO-2",
     "set, ZeRO-2",
     "set, ZeRO-3",
     "set, clipped, ZeRO-2",
@@ -27,7 +26,6 @@ NAMES = (
     "state, ZeRO-3",
     "unchecked, ZeRO-2",
     "unchecked, ZeRO-3",
-    "unchecked, ours, ZeRO-2",
     "unused, ZeRO-2",
 )
 
