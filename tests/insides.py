@@ -105,16 +105,6 @@ def lane_of(gradients):
     return gradients, "_lane"
 
 
-def release_of_sums(zero):
-    """What frees the sums of a step that was taken."""
-    return zero, "_release_sums"
-
-
-def prefetch_of(fetcher):
-    """What fetches ahead."""
-    return fetcher, "_prefetch"
-
-
 # ---- of ZeRO ----
 
 

@@ -30,7 +30,6 @@ DEEPSPEED_TESTS = (
     "offload_param",
     "options",
     "gradients",
-    "weights",
     "access",
     "offload_access",
     "clients",

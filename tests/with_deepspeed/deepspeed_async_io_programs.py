@@ -1,6 +1,5 @@
 """The program (see deepspeed_run) of what DeepSpeed does through its op `async_io`."""
 
-import errno
 import os
 import sys
 from pathlib import Path
@@ -92,13 +91,6 @@ def _write_fast(result, folder):
         result[f"fast {is_double}"] = loaded["step"] == 7 and torch.equal(
             loaded["weight"], state["weight"]
         )
-    if Path("/dev/full").exists():
-        # A drive that is full, and takes no direct I/O.
-        try:
-            handle.async_pwrite(torch.zeros(10_000), "/dev/full", 0)
-            handle.wait()
-        except OSError as error:
-            result["full"] = error.errno == errno.ENOSPC
 
 
 def _run_ds_io(result, folder):

@@ -10,9 +10,6 @@ from deepspeed_engines import (
     configuration,
     llama,
     perceptron,
-    squared,
-    train,
-    vectors,
 )
 
 OPTIONS = {"lr": 1e-2, "weight_decay": 0.1}
@@ -211,113 +208,10 @@ def masters(engine):
     ]
 
 
-class Adapted(torch.nn.Module):
-    """A frozen layer with a low-rank term that is trained."""
-
-    def __init__(self, layer, rank=2):
-        super().__init__()
-        self.layer = layer.requires_grad_(False)
-        self.down = torch.nn.Linear(layer.in_features, rank, bias=False)
-        self.up = torch.nn.Linear(rank, layer.out_features, bias=False)
-        torch.nn.init.normal_(self.up.weight, std=0.1)
-
-    def forward(self, x):
-        return self.layer(x) + self.up(self.down(x))
-
-
-def adapted():
-    model = perceptron()
-    return torch.nn.Sequential(Adapted(model[0]), model[1], Adapted(model[2]))
-
-
-def lora_run(block, stage):
-    """A model of which most is frozen."""
-    import deepspeed
-
-    zero = {"offload_param": {"device": "cpu"}} if stage == 3 else {}
-    model = adapted()
-    engine = deepspeed.initialize(
-        model=model,
-        model_parameters=[param for param in model.parameters() if param.requires_grad],
-        config={**configuration(dtype="bf16", stage=stage, zero=zero, clip=0.1), "stepwell": block},
-    )[0]
-    losses = train(engine, vectors(4), squared)
-    result = {
-        "class": type(engine.optimizer).__name__,
-        "losses": losses,
-        "masters": masters(engine),
-    }
-    params = list(model.parameters())
-    with deepspeed.zero.GatheredParameters(params, enabled=stage == 3):
-        result["weights"] = [param.detach().clone() for param in params]
-    engine.destroy()
-    return result
-
-
-def synced_run(block, stage):
-    """A copy for generation that gets the weights between steps, as trainers of policies do."""
-    import deepspeed
-
-    config = configuration(dtype="bf16", stage=stage)
-    engine = deepspeed.initialize(
-        model=(model := perceptron()),
-        model_parameters=list(model.parameters()),
-        config={**config, "stepwell": block},
-    )[0]
-    copy = perceptron(seed=1).bfloat16()
-    generated, losses = [], []
-    for batch in vectors(4):
-        losses += train(engine, [batch], squared)
-        # One parameter at a time, right after the step.
-        for name, param in engine.module.named_parameters():
-            with deepspeed.zero.GatheredParameters([param], enabled=stage == 3):
-                copy.load_state_dict({name: param.data}, strict=False)
-        with torch.no_grad():
-            generated.append(copy(batch.bfloat16()))
-    result = {
-        "class": type(engine.optimizer).__name__,
-        "losses": losses,
-        "masters": masters(engine),
-        "generated": generated,
-    }
-    engine.destroy()
-    return result
-
-
-def plain_run(make):
-    """accelerate without DeepSpeed."""
-    import accelerate
-
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-    accelerator = accelerate.Accelerator(cpu=True)
-    model = perceptron()
-    optimizer = make(model.parameters(), **OPTIONS)
-    loader = torch.utils.data.DataLoader(torch.cat(batches()), batch_size=4)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    losses = []
-    for batch in loader:
-        loss = squared(model, batch)
-        accelerator.backward(loss)
-        accelerator.clip_grad_norm_(model.parameters(), 0.1)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return {"base": type(optimizer.optimizer).__name__, "losses": losses}
-
-
 def program_clients(result, folder):
     """Clients of DeepSpeed on both paths."""
-    import stepwell
     import stepwell.deepspeed
 
     stepwell.deepspeed.register()
-    for stage in (2, 3):
-        result["lora", stage] = both_paths(lora_run, stage)
-        result["synced", stage] = both_paths(synced_run, stage)
-    for stage in (2, 3):
-        for has_optimizer in (True, False):
-            name = "trainer", stage, has_optimizer
-            result[name] = both_paths(trainer_run, folder, stage, has_optimizer)
-    for name in ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_DEEPSPEED_ZERO_STAGE"):
-        os.environ.pop(name, None)
-    result["plain"] = [plain_run(make) for make in (stepwell.AdamW, torch.optim.AdamW)]
+    for stage, has_optimizer in ((2, True), (3, False)):
+        result["trainer", stage] = both_paths(trainer_run, folder, stage, has_optimizer)

@@ -95,6 +95,18 @@ def initialize(model, config, **more):
     )[0]
 
 
+def initialize_groups(config):
+    """An engine whose biases have options of their own."""
+    import deepspeed
+
+    model = perceptron()
+    groups = [
+        {"params": [model[0].weight, model[2].weight]},
+        {"params": [model[0].bias, model[2].bias], "weight_decay": 0.0, "lr": 1e-3},
+    ]
+    return deepspeed.initialize(model=model, model_parameters=groups, config=config)[0]
+
+
 def vectors(count, first=0, rank=0):
     """Batches of the perceptron: number `i` is the same whichever is asked for first."""
     for index in range(first, first + count):
@@ -104,18 +116,6 @@ def vectors(count, first=0, rank=0):
 def squared(model, x):
     x = x.to(next(iter(model.parameters())).dtype)
     return (model(x).float() - 1).square().mean()
-
-
-def tokens(count):
-    # A text with something to learn: each token follows from the one before, but for noise.
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(count):
-        first = torch.randint(64, (4, 1), generator=generator)
-        yield (first + 3 * torch.arange(16) + torch.randint(2, (4, 16), generator=generator)) % 64
-
-
-def next_token_loss(model, ids):
-    return model(input_ids=ids, labels=ids).loss
 
 
 def train(engine, batches, loss_of, before_step=None):

@@ -4,16 +4,14 @@ Each model trains with them and with DeepSpeed's.
 """
 
 import contextlib
-import functools
 import gc
-import time
 import weakref
 from unittest import mock
 
 import torch
 from deepspeed_engines import initialize, vectors
 from deepspeed_offload_param_programs import Adapted, offloaded, weights
-from insides import fetcher_of, num_elements_ahead, num_elements_live, partitions_of
+from insides import fetcher_of, num_elements_ahead, num_elements_live
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -76,22 +74,6 @@ class Twice(Model):
         return third(torch.tanh(first(torch.tanh(second(first(x))))))
 
 
-class Checkpointed(Model):
-    """Activations are computed again in the backward."""
-
-    def forward(self, x):
-        x.requires_grad_()
-        for first, second in ((self.layers[0], self.layers[1]), (self.layers[2], self.layers[1])):
-            x = checkpoint(
-                lambda x, first, second: torch.tanh(second(torch.tanh(first(x)))),
-                x,
-                first,
-                second,
-                use_reentrant=False,
-            )
-        return x
-
-
 class Reentrant(Model):
     """In the older way, in which inputs of each part are leaves."""
 
@@ -138,71 +120,6 @@ class Reaching(Model):
         return self.layers[2](x)
 
 
-class InPlace(Model):
-    """Writes outputs in place, of which one is a view."""
-
-    class Shaped(torch.nn.Linear):
-        def forward(self, x):
-            return functional.linear(x, self.weight, self.bias).clone().view(-1, 4, 8)
-
-    def __init__(self):
-        super().__init__()
-        self.layers[1] = self.Shaped(32, 32)
-
-    def forward(self, x):
-        x = self.layers[0](x).clone().relu_()
-        x = self.layers[1](x)
-        x.add_(1.0)
-        return self.layers[2](x.view(-1, 32))
-
-
-class Named(Model):
-    """A module within returns a dict, and one gets its input by name."""
-
-    class Inner(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = torch.nn.Linear(32, 32)
-            self.scale = torch.nn.Parameter(torch.ones(32))
-
-        def forward(self, x):
-            return {"x": self.linear(input=x) * self.scale, "n": 3}
-
-    def __init__(self):
-        super().__init__()
-        self.inner = self.Inner()
-
-    def forward(self, x):
-        return super().forward(self.inner(x)["x"])
-
-
-class Paired(Model):
-    """A module within gets its input in a tuple, and one returns a view of its weight."""
-
-    class Pair(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = torch.nn.Linear(32, 32)
-            self.scale = torch.nn.Parameter(torch.ones(32))
-
-        def forward(self, pair, name):
-            x, factor = pair
-            return self.linear(x) * self.scale * factor
-
-    class Turned(torch.nn.Linear):
-        def forward(self):
-            return self.weight.t()
-
-    def __init__(self):
-        super().__init__()
-        self.layers[0] = self.Pair()
-        self.layers[1] = self.Turned(32, 32, bias=False)
-
-    def forward(self, x):
-        x = self.layers[0]((self.layers[2](x), 2.0), "x")
-        return x @ self.layers[1]()
-
-
 class Wandering(Model):
     """Calls its layers in another order each time."""
 
@@ -215,29 +132,14 @@ class Wandering(Model):
         return x + sum(layer.bias.sum() * 0 for layer in self.layers)
 
 
-class Leafy(Model):
-    """Its inner module is fetched as a whole."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers[1] = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 32))
-        self.layers[1]._z3_leaf = True
-
-
 MODELS = (
     Model,
     Tied,
     Twice,
-    Checkpointed,
     Reentrant,
-    Adapted,
     AdaptedAgain,
     Reaching,
-    InPlace,
-    Named,
-    Paired,
     Wandering,
-    Leafy,
 )
 
 
@@ -316,21 +218,15 @@ def unhook(engine, step):
             assert engine.module(torch.ones(2, 32, dtype=torch.bfloat16)).shape == (2, 32)
 
 
-def failing(fetch, *, is_inferred=False):
-    """A forward that raises in the middle, and the steps after it.
-
-    In inference mode it raises where a module has its weights, and keeps them.
-    """
+def failing(fetch):
+    """A forward that raises in the middle, and the steps after it."""
     engine = initialize(Model(), offloaded(stepwell={"fetch": fetch}))
     losses = []
     for step, batch in enumerate(vectors(STEPS)):
         if step == 2:
-            layer = engine.module.layers[1]
-            hook = layer.register_forward_pre_hook if is_inferred else layer.register_forward_hook
-            handle = hook(lambda *_: 1 / 0)
+            handle = engine.module.layers[1].register_forward_hook(lambda *_: 1 / 0)
             try:
-                with torch.inference_mode(is_inferred):
-                    loss_of(engine, batch)
+                loss_of(engine, batch)
             except ZeroDivisionError:
                 handle.remove()
         loss = loss_of(engine, batch)
@@ -358,43 +254,19 @@ def generate(engine, step):
     return torch.cat(found)
 
 
-def stopped(engine, step):
-    """Sampling that raises after two tokens."""
-    prompt = tokens(100 + step)[:, :4]
-
-    def stop(ids, *_):
-        if ids.shape[1] == 6:
-            raise InterruptedError
-        return torch.zeros(len(ids), dtype=torch.bool)
-
-    try:
-        engine.module.generate(prompt, max_new_tokens=4, stopping_criteria=[stop], pad_token_id=0)
-    except InterruptedError:
-        return prompt
-    raise AssertionError("it went on")
-
-
-def scored(engine, step):
-    """A loss of the model in evaluation mode, with its gradients: they count."""
-    loss = engine(input_ids=tokens(step), labels=tokens(step)).loss
-    engine.backward(loss)
-    return loss.detach()
-
-
 def inferred(engine, step):
     """A forward whose tensors autograd never sees."""
     with torch.inference_mode():
         return engine.module(input_ids=tokens(step)).logits.clone()
 
 
-def spoken(fetch, look, *, checkpoints=False, zero=None):
+def spoken(fetch, look):
     """Trains a language model, which is looked at in evaluation mode before each step's forward."""
     from deepspeed_engines import llama
 
     model = llama()
-    if checkpoints:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    engine = initialize(model, offloaded(stepwell={"fetch": fetch}, zero=zero))
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    engine = initialize(model, offloaded(stepwell={"fetch": fetch}, zero=TIGHT))
     losses, looks = [], []
     for step in range(3):
         engine.eval()
@@ -413,67 +285,6 @@ def spoken(fetch, look, *, checkpoints=False, zero=None):
     result = {"losses": losses, "weights": weights(engine), "looks": looks}
     engine.destroy()
     return result
-
-
-def waits_after_a_step():
-    """How often a forward waits for parts of a step that is complete, and of one that is not."""
-    from stepwell.deepspeed.zero.partitions import Partitions
-
-    engine = initialize(Model(), offloaded())
-    waits, wait = [], Partitions.wait_for
-
-    def counted(self, fragments):
-        fragments = list(fragments)
-        waits.append(len(fragments))
-        return wait(self, fragments)
-
-    Partitions.wait_for = counted
-    try:
-        for batch in vectors(STEPS):
-            engine.backward(loss_of(engine, batch))
-            engine.step()
-            deadline = time.monotonic() + 30
-            while partitions_of(engine.optimizer).is_busy:
-                assert time.monotonic() < deadline
-            waits.clear()
-            written = [
-                type(param.ds_tensor) is not torch.Tensor for param in engine.module.parameters()
-            ]
-            loss_of(engine, batch)
-    finally:
-        Partitions.wait_for = wait
-    engine.destroy()
-    return written, waits
-
-
-def compiled():
-    """What a forward calls of the fetcher, and what of it a compiler would look into."""
-    from stepwell.weights import calls as hooked
-
-    engine = initialize(Model(), offloaded())
-    fetcher = fetcher_of(engine.optimizer)
-    calls, seen, hooks = [], [], []
-
-    def uncompiled(hook, *args):
-        hooks.append(hook)
-        found = hook(*args)
-        hooks.pop()
-        return found
-
-    def watched(name, method, *args):
-        (calls if hooks else seen).append(name)
-        return method(*args)
-
-    for name in ("begin_pass", "enter", "leave"):
-        setattr(fetcher, name, functools.partial(watched, name, getattr(fetcher, name)))
-    with (
-        torch.no_grad(),
-        mock.patch.object(torch.compiler, "is_compiling", lambda: True),
-        mock.patch.object(hooked, "_uncompiled", uncompiled),
-    ):
-        engine.module(next(vectors(1)).to(torch.bfloat16))
-    engine.destroy()
-    return calls, seen
 
 
 def counted():
@@ -500,23 +311,6 @@ def counted():
     }
     engine.destroy()
     return found
-
-
-def called():
-    """What calls of the coordinator do, and a use of a weight that a program gathers."""
-    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-
-    engine = initialize(Model(), offloaded())
-    coordinator, layer = engine.optimizer._get_param_coordinator(), engine.module.layers[0]
-    states = []
-    for call in coordinator.fetch_sub_module, coordinator.release_sub_module:
-        call(layer, forward=True)
-        states.append((layer.weight.ds_status.name, len(layer.weight.ds_active_sub_modules)))
-    layer.weight.ds_status = ZeroParamStatus.INFLIGHT
-    try:
-        layer(torch.ones(1, 32))
-    except RuntimeError as error:
-        return states, str(error)
 
 
 def changed():
@@ -574,26 +368,16 @@ def program_fetch(result):
     stepwell.deepspeed.register()
     copy_as_a_device_does()
     for model in MODELS:
-        result[model.__name__] = both(model)
-        result[f"{model.__name__}, tight"] = both(model, zero=TIGHT)
+        result[model.__name__] = both(model, zero=TIGHT)
+    result["roomy"] = both(Model)
     result["persistent"] = both(Model, persistent=100)
     result["accumulated"] = both(Tied, gradient_accumulation_steps=2)
     result["evaluated"] = both(Tied, between=evaluate, zero=TIGHT)
     result["written"] = both(Scaled, between=write)
     result["unhooked"] = both(Model, between=unhook)
     result["failing"] = [failing(fetch) for fetch in ("stepwell", "deepspeed")]
-    result["failing, inferred"] = [
-        failing("stepwell", is_inferred=True),
-        result["failing"][0],
-    ]
-    result["generate"] = [spoken(fetch, generate) for fetch in ("stepwell", "deepspeed")]
-    for look in (generate, stopped, scored, inferred):
-        result[f"{look.__name__}, tight"] = [
-            spoken(fetch, look, checkpoints=True, zero=TIGHT) for fetch in ("stepwell", "deepspeed")
-        ]
-    result["waits"] = waits_after_a_step()
-    result["compiled"] = compiled()
+    for look in (generate, inferred):
+        result[look.__name__] = [spoken(fetch, look) for fetch in ("stepwell", "deepspeed")]
     result["counted"] = counted()
-    result["called"] = called()
     result["changed"] = changed()
     result["destroyed"] = [destroyed(raises=raises) for raises in (False, True)]

@@ -10,8 +10,6 @@ from deepspeed_fetch_programs import (
     STEPS,
     TIGHT,
     AdaptedAgain,
-    Checkpointed,
-    Leafy,
     Model,
     Reaching,
     Scaled,
@@ -21,9 +19,8 @@ from deepspeed_fetch_programs import (
     write,
 )
 from deepspeed_offload_param_programs import weights
-from insides import fetcher_of, num_elements_ahead, prefetch_of
 
-MODELS = (Checkpointed, AdaptedAgain, Reaching, Leafy)
+MODELS = (AdaptedAgain, Reaching)
 
 
 class Uneven(Model):
@@ -136,29 +133,6 @@ def parted(rank):
     return {"said": said, "is_same": is_same, "losses": losses}
 
 
-def ahead(rank):
-    """The most elements that were gathered ahead, behind a step and in other passes."""
-    from stepwell.weights import fetcher as fetching
-
-    fetching._NUMEL_BEHIND_STEP = 1
-    engine = initialize(Model(), offloaded(gradient_accumulation_steps=2))
-    fetcher = fetcher_of(engine.optimizer)
-    found = {True: [], False: []}
-    prefetch = getattr(*prefetch_of(fetcher))
-
-    def prefetching():
-        prefetch()
-        found[fetcher.is_behind_step].append(num_elements_ahead(fetcher))
-
-    setattr(*prefetch_of(fetcher), prefetching)
-    for batch in vectors(6, rank=rank):
-        engine.backward(loss_of(engine, batch))
-        engine.step()
-    layer = sum(param.ds_numel for param in engine.module.layers[0].parameters())
-    engine.destroy()
-    return {"layer": layer, "behind": max(found[True]), "others": max(found[False])}
-
-
 def program_fetch_ranks(result):
     """All that one of two ranks does."""
     import stepwell.deepspeed
@@ -175,4 +149,3 @@ def program_fetch_ranks(result):
     result["written"] = written(rank)
     result["looked at"] = looked_at(rank)
     result["parted"] = parted(rank)
-    result["ahead"] = ahead(rank)

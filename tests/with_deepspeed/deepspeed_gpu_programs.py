@@ -2,6 +2,7 @@
 
 from deepspeed_engines import configuration, initialize, partitions, squared, train, vectors
 from deepspeed_nvme_programs import BUFFERS_BYTES
+from deepspeed_offload_param_programs import offloaded
 from deepspeed_paths import wide
 
 STEPS = 5
@@ -44,9 +45,9 @@ def program_gpu(result):
         "ZeRO-3": configuration(dtype="bf16", stage=3, zero={"sub_group_size": 50_000}),
         "ZeRO-3, fp16": configuration(dtype="fp16", stage=3, precision=scale),
         "ZeRO-3, clipped, accumulated": configuration(stage=3, **several),
-        "ZeRO-3, offload_param": configuration(
-            dtype="bf16", stage=3, zero={"offload_param": {"device": "cpu", "pin_memory": True}}
-        ),
+        "ZeRO-3, offload_param": offloaded(pinned=True, persistent=5000),
+        "ZeRO-3, offload_param, fp32": offloaded(dtype="fp32", pinned=True),
+        "ZeRO-3, offload_param, accumulated": offloaded(gradient_accumulation_steps=3),
     }
     for name, config in cases.items():
         result[name] = [

@@ -14,46 +14,16 @@ from deepspeed_engines import (
 )
 from deepspeed_paths import Forked, uneven
 from deepspeed_release import fp32_sums
-from insides import partitions_of, release_of_sums
+from insides import partitions_of
 
-NOT_DROPPED = {
-    "engine.zero_grad()": lambda engine: engine.zero_grad(),
-    "module.zero_grad()": lambda engine: engine.module.zero_grad(),
-    "nothing": lambda _: None,
-}
-"""What drops no gradient that lies in host memory."""
 OUTSIDE = {
     "ZeRO-1": {"stage": 1},
-    "ZeRO-2": {"stage": 2},
     "ZeRO-2, accumulated": {"stage": 2, "gradient_accumulation_steps": 2},
-    "ZeRO-3": {"stage": 3},
     "ZeRO-3, small buckets": {"stage": 3, "zero": {"reduce_bucket_size": 100}},
 }
 """Options of runs that use a layer outside of the engine's forward."""
-
-
-def left_out_options(stage):
-    """Options of runs whose program leaves steps out."""
-    return {
-        "one backward": {},
-        "two": {"gradient_accumulation_steps": 2},
-        "two on the device": {
-            "gradient_accumulation_steps": 2,
-            "stepwell": {"accumulate": "device"},
-        },
-        "fp32 sums": {"gradient_accumulation_steps": 2, **fp32_sums(stage)},
-    }
-
-
-def raise_once(owner, name, error):
-    """The next call of a method raises `error`; those behind it are as before."""
-    kept = getattr(owner, name)
-
-    def fail(*_, **__):
-        setattr(owner, name, kept)
-        raise error
-
-    setattr(owner, name, fail)
+LEFT_OUT = {"one backward": {}, "two": {"gradient_accumulation_steps": 2}}
+"""Options of runs whose program leaves steps out."""
 
 
 def fail_backward(engine, batch, *, plainly=False):
@@ -110,35 +80,6 @@ def unrecovered(stage, after):
         engine.optimizer.zero_grad()
         engine.destroy()
     return ""
-
-
-def failed_backwards(result):
-    """Backwards that raise, with and without what the error's hint says."""
-    cases = {
-        f"ZeRO-{stage}{name}": configuration(stage=stage, dtype="bf16", **options)
-        for stage in (1, 2, 3)
-        for name, options in {
-            "": {},
-            ", overlap_comm": {"zero": {"overlap_comm": True}},
-            ", timed": {"wall_clock_breakdown": True},
-            ", accumulated": {"gradient_accumulation_steps": 3},
-            ", fp32 sums": {"gradient_accumulation_steps": 3, **fp32_sums(stage)},
-        }.items()
-    }
-    for name, config in cases.items():
-        # In the first micro-batch of a step: nothing else is lost.
-        gas = config.get("gradient_accumulation_steps", 1)
-        result[name] = recovered(config, ()), recovered(config, (0, 2 * gas))
-    for stage in (1, 2, 3):
-        config = configuration(stage=stage, dtype="bf16", gradient_accumulation_steps=3)
-        # In the second: the first goes with it. DeepSpeed's own ZeRO-1 is the only stage that
-        # gets over it.
-        result[f"ZeRO-{stage}, second micro-batch"] = (
-            recovered({**config, "stepwell": {"engine": False}}, (1,)) if stage == 1 else None,
-            recovered(config, (1,)),
-        )
-        for after in ("step", "backward", "plain backward"):
-            result[f"ZeRO-{stage}, {after}"] = unrecovered(stage, after)
 
 
 def cleared(config):
@@ -237,85 +178,22 @@ def held(param, found):
     found.append(array)
 
 
-def widened(param, _):
-    """Gradients come in another dtype than the weights have: the program says so before."""
-
-
-HOOKS = {
-    transposed: {"dtype": "bf16"},
-    held: {},
-    widened: {"dtype": "bf16", **fp32_sums(3)},
-}
-"""What comes before DeepSpeed's hooks, and the options of its runs."""
-
-
-def hooked(engine, rank, hook, numel):
-    """Losses, and the sums of what the program holds, with buckets of so many elements."""
+def hooked(engine, rank, hook):
+    """Losses with a hook that comes before the reduction, and sums of what the program holds."""
     model, found = perceptron(), []
     for param in model.parameters():
         param.register_post_accumulate_grad_hook(lambda param: hook(param, found))
-        if hook is widened and hasattr(param, "grad_dtype"):
-            param.grad_dtype = torch.float32
-    config = configuration(stage=3, zero={"reduce_bucket_size": numel}, **HOOKS[hook])
+    config = configuration(stage=3, zero={"reduce_bucket_size": 2048})
     made = initialize(model, {**config, "stepwell": {"engine": engine}})
     losses = train(made, vectors(5, first=10 * rank), squared)
     made.destroy()
     return [losses, [float(array.sum()) for array in found]], []
 
 
-class Scaled(torch.nn.Module):
-    """Parameters of one dimension, which DeepSpeed does not quantize."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.factor, self.bias = (torch.nn.Parameter(torch.randn(32)) for _ in range(2))
-
-    def forward(self, x):
-        return x * self.factor + self.bias
-
-
-def quantized(engine, rank):
-    """As `hooked`, of `held`, where DeepSpeed reduces each gradient of a bucket by itself."""
-    from deepspeed.runtime.comm import coalesced_collectives
-
-    # What quantizes is for GPUs. Nothing here is.
-    coalesced_collectives.quantizer_module = "none"
-    model, found = Scaled(), []
-    for param in model.parameters():
-        param.register_post_accumulate_grad_hook(lambda param: held(param, found))
-    made = initialize(
-        model,
-        configuration(
-            stage=3, zero={"zero_quantized_gradients": True}, stepwell={"engine": engine}
-        ),
-    )
-    losses = train(made, vectors(5, first=10 * rank), squared)
-    made.destroy()
-    return [losses, [float(array.sum()) for array in found]], []
-
-
-def late_copies(engine, rank):
-    """Losses with persistent weights in fp32 that are copies of their masters in host memory."""
-    made = initialize(
-        perceptron(),
-        configuration(
-            stage=3,
-            zero={
-                "offload_param": {"device": "cpu", "pin_memory": False},
-                "stage3_param_persistence_threshold": 100_000,
-            },
-            stepwell={"engine": engine},
-        ),
-    )
-    losses = train(made, vectors(5, first=10 * rank), squared)
-    made.destroy()
-    return losses, []
-
-
-def refused(config, block):
+def refused(*, is_on_engine):
     """Losses after a step that was refused for a NaN."""
-    engine = initialize(perceptron(), {**config, "stepwell": block})
+    block = {"engine": is_on_engine}
+    engine = initialize(perceptron(), configuration(dtype="bf16", stepwell=block))
     # As the versions of DeepSpeed that do not look unless the JSON says so.
     engine.optimizer.check_grad_overflow = False
     train(engine, vectors(1), squared)
@@ -337,11 +215,15 @@ def refused(config, block):
     return found
 
 
-def resized(config, counts):
+COUNTS = (1, 3, 1, 2)
+"""How many micro-batches a step has, one after the other."""
+
+
+def resized(config):
     """A run in which the program changes how many micro-batches a step has, as the batch grows."""
     engine = initialize(perceptron(), config)
     losses, first = [], 0
-    for count in counts:
+    for count in COUNTS:
         engine.set_train_batch_size(count * engine.train_micro_batch_size_per_gpu())
         losses += train(engine, vectors(2 * count, first), squared)
         first += 2 * count
@@ -391,96 +273,9 @@ def skipped(stage):
     return found
 
 
-def interrupted(stage, *, is_interrupted):
-    """A run in which Ctrl-C comes when a step is under way and its sums are still there."""
-    engine = initialize(
-        perceptron(),
-        configuration(stage=stage, dtype="bf16", gradient_accumulation_steps=3, **fp32_sums(stage)),
-    )
-    optimizer = engine.optimizer
-    release, step = getattr(*release_of_sums(optimizer)), optimizer.step
-    left = [KeyboardInterrupt] if is_interrupted else []
-
-    def interrupted_release():
-        if left:
-            raise left.pop()
-        release()
-
-    def caught_step(*args, **kwargs):
-        # So that DeepSpeed's engine counts the step, which is applied.
-        try:
-            return step(*args, **kwargs)
-        except KeyboardInterrupt:
-            return None
-
-    setattr(*release_of_sums(optimizer), interrupted_release)
-    optimizer.step = caught_step
-    losses = train(engine, vectors(9), squared)
-    assert not left
-    found = losses, partitions(engine)
-    engine.destroy()
-    return found
-
-
-def interrupted_twice(stage, where):
-    """What the next backward says behind a step that two interrupts have left; losses after that.
-
-    The first comes in the norm, or when the sums of a step that is taken are released; the second
-    while the first waits for copies.
-    """
-    sums = where == "release"
-    config = configuration(
-        stage=stage,
-        dtype="bf16",
-        **({"gradient_accumulation_steps": 2, **fp32_sums(stage)} if sums else {}),
-    )
-    engine = initialize(perceptron(), config)
-    optimizer, count = engine.optimizer, 1 + sums
-    stepping = partitions_of(optimizer)
-    train(engine, vectors(2 * count), squared)
-
-    first = release_of_sums(optimizer) if sums else (stepping.gradients, "norm")
-    raise_once(*first, KeyboardInterrupt())
-    raise_once(stepping, "end_left_step", KeyboardInterrupt())
-    said = ""
-    for batches in (vectors(count, first=50), vectors(1, first=60)):
-        try:
-            train(engine, batches, squared)
-        except KeyboardInterrupt:
-            continue
-        except ValueError as error:
-            said = str(error)
-    # As the hint says.
-    optimizer.zero_grad()
-    engine.micro_steps += -engine.micro_steps % count
-    losses = train(engine, vectors(count, first=70), squared)
-    engine.destroy()
-    return said, losses
-
-
-def undropped(stage):
-    """What is said behind a step that was left, and whose gradients could not be dropped."""
-    engine = initialize(perceptron(), configuration(dtype="bf16", stage=stage))
-    optimizer = engine.optimizer
-    stepping, said = partitions_of(optimizer), []
-
-    raise_once(stepping, "prepare", MemoryError("no memory"))
-    raise_once(stepping, "drop", OSError("a copy is lost"))
-    for batch in vectors(2):
-        try:
-            train(engine, [batch], squared)
-        except (MemoryError, ValueError) as error:
-            said.append(str(error))
-    # As the hint says.
-    optimizer.zero_grad()
-    losses = train(engine, vectors(1, first=2), squared)
-    engine.destroy()
-    return said, losses
-
-
-def without_memory(stage, *, is_refused, **options):
+def without_memory(stage, *, is_refused):
     """A run in which there is no memory for a step, or that batch does not come."""
-    engine = initialize(perceptron(), configuration(dtype="bf16", stage=stage, **options))
+    engine = initialize(perceptron(), configuration(dtype="bf16", stage=stage))
     losses = train(engine, vectors(1), squared)
     if is_refused:
         stepping = partitions_of(engine.optimizer)
@@ -500,40 +295,15 @@ def without_memory(stage, *, is_refused, **options):
     return found
 
 
-def handed_over(**options):
-    """Of the gradients of a backward under ZeRO-3: whether they may be kept, and are those reduced.
-
-    And the gradients by sub-group and number, and those of the parameters.
-    """
-    from deepspeed import utils
-
-    engine = initialize(perceptron(), configuration(dtype="bf16", stage=3, **options))
-    optimizer, gradients = engine.optimizer, partitions_of(engine.optimizer).gradients
-    partition_grads, add = optimizer.partition_grads, gradients.add
-    kept, reduced = [], set()
-
-    def memory_of(tensor):
-        return tensor.untyped_storage().data_ptr()
-
-    def noted_reduced(params, pieces):
-        reduced.update(map(memory_of, [*pieces, *(param.grad for param in params)]))
-        partition_grads(params, pieces)
-        reduced.clear()
-
-    def noted(fragment, piece, *, is_owned, **options):
-        kept.append((is_owned, memory_of(piece) in reduced))
-        add(fragment, piece, is_owned=is_owned, **options)
-
-    optimizer.partition_grads, gradients.add = noted_reduced, noted
-    (batch,) = vectors(1)
-    engine.backward(squared(engine, batch))
-    params = list(engine.module.parameters())
-    found = {
-        "kept": kept,
-        "by group": engine.optimizer.get_fp32_grad_partitions(),
-        "local": [utils.safe_get_local_grad(param).clone() for param in params],
-    }
-    engine.destroy()
+def failed_backwards(stage):
+    """Runs with and without backwards that fail, and what comes without what the hint says."""
+    found = {}
+    for name, gas in {"at once": 1, "accumulated": 3}.items():
+        config = configuration(stage=stage, dtype="bf16", gradient_accumulation_steps=gas)
+        # In the first micro-batch of a step: nothing else is lost.
+        found[name] = recovered(config, ()), recovered(config, (0, 2 * gas))
+    for after in ("step", "backward", "plain backward"):
+        found[after] = unrecovered(stage, after)
     return found
 
 
@@ -542,80 +312,42 @@ def program_gradients(result):
     import stepwell.deepspeed
 
     stepwell.deepspeed.register()
-    failed_backwards(result.setdefault("failed", {}))
     for name, options in OUTSIDE.items():
         result[f"outside, {name}"] = [
             outside(configuration(dtype="bf16", stepwell={"engine": engine}, **options))
             for engine in (True, False)
         ]
     for stage in (1, 2, 3):
-        accumulating = configuration(stage=stage, dtype="bf16", gradient_accumulation_steps=3)
-        result[f"interrupted twice, ZeRO-{stage}, norm"] = interrupted_twice(stage, "norm")
-        for name, options in left_out_options(stage).items():
-            result[f"left out, ZeRO-{stage}, {name}"] = [
-                left_out(configuration(stage=stage, dtype="bf16", **options), extra=extra)
-                for extra in (0, 2)
-            ]
         config = configuration(stage=stage, dtype="bf16")
-        result[f"not dropped, ZeRO-{stage}"] = {
-            name: left_out(config, extra=2, drop=drop) for name, drop in NOT_DROPPED.items()
-        }
-        result[f"cleared, ZeRO-{stage}"] = [
-            cleared({**accumulating, "stepwell": {"engine": engine}}) for engine in (True, False)
-        ]
-        result[f"resized, ZeRO-{stage}"] = {
-            (counts, *options): [
-                resized(
-                    # Nothing is clipped: the last bit of a norm depends on how it was summed.
-                    configuration(
-                        stage=stage,
-                        dtype="bf16",
-                        clip=10.0,
-                        gradient_accumulation_steps=counts[0],
-                        stepwell={"engine": engine},
-                        **options,
-                    ),
-                    counts,
-                )
-                for engine in (True, False)
+        paths = [{**config, "stepwell": {"engine": engine}} for engine in (True, False)]
+        result["failed", stage] = failed_backwards(stage)
+        for name, options in LEFT_OUT.items():
+            result["left out", stage, name] = [
+                left_out({**config, **options}, extra=extra) for extra in (0, 2)
             ]
-            for counts, options in (
-                ((1, 3, 1, 2), {}),
-                ((3, 1, 2), {}),
-                ((1, 3, 1, 2), fp32_sums(stage)),
-            )
-        }
-        result[f"skipped, ZeRO-{stage}"] = skipped(stage)
-        result[f"undropped, ZeRO-{stage}"] = undropped(stage)
-        result[f"without memory, ZeRO-{stage}"] = [
-            without_memory(stage, is_refused=is_refused, wall_clock_breakdown=is_refused)
-            for is_refused in (False, True)
+        # This drops no gradient that lies in host memory.
+        result["not dropped", stage] = left_out(
+            config, extra=2, drop=lambda engine: engine.zero_grad()
+        )
+        result["cleared", stage] = [
+            cleared({**each, "gradient_accumulation_steps": 3}) for each in paths
         ]
-        result[f"huge, ZeRO-{stage}"] = [
+        # What is clipped has a norm in whose last bit the paths differ.
+        result["resized", stage] = [resized({**each, "gradient_clipping": 10.0}) for each in paths]
+        result["skipped", stage] = skipped(stage)
+        result["without memory", stage] = [
+            without_memory(stage, is_refused=is_refused) for is_refused in (False, True)
+        ]
+        result["huge", stage] = [
             huge(configuration(stage=stage, clip=0.1), factor) for factor in (1.0, 2.0**80)
         ]
-        result[f"huge, bf16, ZeRO-{stage}"] = [
-            huge(configuration(stage=stage, dtype="bf16", clip=0.1), factor)
-            for factor in (1.0, 2.0**80)
-        ]
     # The stage at which DeepSpeed adds them all.
-    result["not dropped, DeepSpeed"] = left_out(
+    result["not dropped", "DeepSpeed"] = left_out(
         configuration(stage=3, dtype="bf16", stepwell={"engine": False}),
         extra=2,
-        drop=NOT_DROPPED["nothing"],
+        drop=lambda _: None,
     )
-    result["handed over"] = [
-        handed_over(zero={"reduce_scatter": is_scattered}) for is_scattered in (False, True)
-    ]
-    for stage in (1, 2):
-        result[f"interrupted, ZeRO-{stage}"] = [
-            interrupted(stage, is_interrupted=is_interrupted) for is_interrupted in (False, True)
-        ]
-        result[f"interrupted twice, ZeRO-{stage}, release"] = interrupted_twice(stage, "release")
-        result[f"refused, ZeRO-{stage}"] = [
-            refused(configuration(dtype="bf16", stage=stage), {"engine": engine})
-            for engine in (True, False)
-        ]
+    result["refused"] = [refused(is_on_engine=each) for each in (True, False)]
 
 
 def program_gradients_ranks(result):
@@ -626,23 +358,14 @@ def program_gradients_ranks(result):
 
     stepwell.deepspeed.register()
     rank = int(os.environ["RANK"])
-    result["ZeRO-3, late copies"] = [late_copies(engine, rank) for engine in (False, True)]
-    for hook in HOOKS:
-        for numel in (2048, 10_000):
-            result[f"ZeRO-3, {hook.__name__}, {numel}"] = [
-                hooked(engine, rank, hook, numel) for engine in (False, True)
-            ]
     result["ZeRO-3, shared memory"] = [shared_memory(engine, rank) for engine in (False, True)]
-    result["ZeRO-3, quantized"] = [quantized(engine, rank) for engine in (False, True)]
+    for hook in (transposed, held):
+        result[f"ZeRO-3, {hook.__name__}"] = [
+            hooked(engine, rank, hook) for engine in (False, True)
+        ]
     for stage in (1, 2, 3):
-        for name, options in left_out_options(stage).items():
-            result[f"left out, ZeRO-{stage}, {name}"] = [
-                left_out(configuration(stage=stage, dtype="bf16", **options), extra=extra)
-                for extra in (0, 1)
-            ]
         for name, options in {
             "": {"zero": {"reduce_bucket_size": 1500}},
-            ", accumulated": {"gradient_accumulation_steps": 2},
             ", fp32 sums": {"gradient_accumulation_steps": 2, **fp32_sums(stage)},
         }.items():
             config = configuration(stage=stage, dtype="bf16", **options)

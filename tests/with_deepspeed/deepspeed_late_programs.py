@@ -4,13 +4,12 @@ A step does not begin before something waits for it. So what does not wait reads
 """
 
 import gc
-import math
+import io
 import threading
 
 import torch
 from deepspeed_engines import configuration, initialize, perceptron, squared, train, vectors
 from deepspeed_offload_param_programs import offloaded, weights
-from deepspeed_weight_programs import saved
 from insides import (
     begin_of_writes,
     core_of_partitions,
@@ -23,21 +22,13 @@ from late_engine import GATHERS, SECONDS_MAX, late_ranks
 STEPS = 3
 
 
-def large(seed=0):
-    """Large enough that the state lies on huge pages."""
-    torch.manual_seed(seed)
-    return torch.nn.Sequential(
-        torch.nn.Linear(32, 4096), torch.nn.GELU(), torch.nn.Linear(4096, 64, bias=False)
-    )
-
-
 def make_late(engine):
     return make_partitions_late(partitions_of(engine.optimizer))
 
 
-def trained_late(config, *, model=perceptron, is_late=True, steps=STEPS):
+def trained_late(config, *, is_late=True, steps=STEPS):
     """An engine after some steps, of which the last has not begun, and what makes it late."""
-    engine = initialize(model(), config)
+    engine = initialize(perceptron(), config)
     count = config.get("gradient_accumulation_steps", 1)
     # Without a step before it a gate knows no forward.
     train(engine, vectors(count), squared)
@@ -65,7 +56,7 @@ def evaluated(engine):
 def readers():
     """Every way to what a step writes in host memory, by name: functions of an engine."""
     import deepspeed
-    from deepspeed.utils import safe_get_full_fp32_param, safe_get_local_fp32_param
+    from deepspeed.utils import safe_get_full_fp32_param
 
     def weight(engine):
         return engine.module[2].weight
@@ -83,11 +74,9 @@ def readers():
         "gathered": gathered,
         "partition": lambda engine: weight(engine).ds_tensor.clone(),
         "flat": lambda engine: engine.optimizer.fp16_partitioned_groups_flat[0].clone(),
-        "memory": lambda engine: engine.optimizer.param_groups_fp16_flat_cpu_memory[0] + 0,
         "numpy": lambda engine: torch.from_numpy(masters(engine).detach().numpy().copy()),
         "data": lambda engine: masters(engine).data.clone(),
         "master": lambda engine: safe_get_full_fp32_param(weight(engine)),
-        "local master": lambda engine: safe_get_local_fp32_param(weight(engine)).clone(),
         "moment": lambda engine: moments(engine, weight(engine), "exp_avg"),
         "state": lambda engine: engine.optimizer.optimizer.state[masters(engine)]["exp_avg_sq"] + 0,
         "state dict": lambda engine: engine.optimizer.state_dict()["fp32_flat_groups"][0].clone(),
@@ -109,15 +98,6 @@ def read(result, name, config, **options):
             # It has read what is old.
             partitions_of(engine.optimizer).finish()
         engine.destroy()
-
-
-def stale(result, name, config):
-    """The same where nothing waits."""
-    from stepwell.access.writes import Writes
-
-    protect, Writes.protect = Writes.protect, lambda self, parts: None
-    read(result, name, config)
-    Writes.protect = protect
 
 
 def waits(result):
@@ -189,18 +169,14 @@ def exposed(result):
     engine.destroy()
 
 
-def moved(stage_options):
+def moved():
     """Losses with states that went to host memory and back, and without."""
     found = []
     for is_moved in (True, False):
-        engine = initialize(perceptron(), configuration(stage=3, dtype="bf16", **stage_options))
+        engine = initialize(perceptron(), configuration(stage=3, dtype="bf16"))
         losses = train(engine, vectors(2), squared)
         if is_moved:
-            try:
-                engine.offload_states()
-            except AssertionError as error:
-                engine.destroy()
-                return str(error)
+            engine.offload_states()
             assert engine.optimizer.fp16_partitioned_groups_flat == []
             engine.reload_states()
         losses += train(engine, vectors(2, first=2), squared)
@@ -212,17 +188,10 @@ def moved(stage_options):
 def gates(result):
     """Whether the step is late with each configuration, and what it ends with."""
     cases = {
-        "bf16": offloaded(),
-        "large": offloaded(persistent=5000, zero={"sub_group_size": 200_000}),
-        "large, q8": offloaded(stepwell={"moments": "q8"}),
         "sub-groups": offloaded(zero={"sub_group_size": 3000}),
         "persistent": offloaded(persistent=100),
         "all persistent": offloaded(persistent=100000),
         "accumulated": offloaded(gradient_accumulation_steps=2),
-        "q8": offloaded(stepwell={"moments": "q8"}),
-        "clipped": offloaded(clip=0.1),
-        "fp16": offloaded(dtype="fp16", precision={"loss_scale": 128.0}),
-        "torch's": offloaded(params={"torch_adam": True}),
         # The weights are copied from their masters at the end of the step.
         "fp32": offloaded(dtype="fp32"),
         "gate of the step": offloaded(stepwell={"gate": "step"}),
@@ -230,15 +199,33 @@ def gates(result):
     }
     for name, config in cases.items():
         for is_late in (True, False):
-            model = large if name.startswith("large") else perceptron
-            engine, late, losses = trained_late(config, model=model, is_late=is_late, steps=4)
+            engine, late, losses = trained_late(config, is_late=is_late, steps=4)
             was_late = late is not None and late.is_late
             result[name, is_late] = was_late, losses, weights(engine)
             engine.destroy()
 
 
-def state_dict_of(engine):
-    return engine.optimizer.state_dict()
+def saved_state(engine):
+    """What a program finds that loads what it has saved."""
+    file = io.BytesIO()
+    torch.save(engine.optimizer.state_dict(), file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def written_once(engine):
+    """A weight behind a step that was written before it: the master wins."""
+    weight = engine.module[2].weight
+    with torch.no_grad():
+        weight.zero_()
+    train(engine, vectors(1, 9), squared)
+    return weight + 0
+
+
+def refreshed(engine):
+    """The masters where the program has them taken from the weights."""
+    engine.optimizer.refresh_fp32_params()
+    return engine.optimizer.single_partition_of_fp32_groups[0] + 0
 
 
 def evaluated_after(engine, call):
@@ -253,10 +240,8 @@ ON_ONE_RANK = {
     "evaluation": (None, lambda engine, _: evaluated(engine)),
     "masters": (None, lambda engine, _: engine.optimizer.single_partition_of_fp32_groups[0] + 0),
     "state": (None, lambda engine, _: next(iter(engine.optimizer.state.values()))["exp_avg"] + 0),
-    "state dict": (
-        None,
-        lambda engine, _: state_dict_of(engine)["single_partition_of_fp32_groups"][0] + 0,
-    ),
+    "written": (None, lambda engine, _: written_once(engine)),
+    "refreshed": (None, lambda engine, _: refreshed(engine)),
     "states that moved": (
         None,
         lambda engine, _: evaluated_after(
@@ -268,7 +253,7 @@ ON_ONE_RANK = {
         lambda engine, kept: (engine.destroy(), kept[2].detach().clone())[1],
     ),
     "loaded": (
-        lambda engine: saved(state_dict_of(engine)),
+        saved_state,
         lambda engine, kept: (
             engine.optimizer.load_state_dict([kept]),
             engine.optimizer.single_partition_of_fp32_groups[0] + 0,
@@ -298,34 +283,14 @@ def on_one_rank(name, *, is_late):
     return was_late, found
 
 
-def given_out():
-    """Whether a step goes on before the masters are asked for, and after.
-
-    DeepSpeed copies weights into them (`refresh_fp32_params`), which have to be there.
-    """
-    engine = initialize(perceptron(), configuration(dtype="bf16"))
-    train(engine, vectors(1), squared)
-    late = make_late(engine)
-    train(engine, vectors(1, 1), squared)
-    before = late.busy
-    masters = engine.optimizer.single_partition_of_fp32_groups
-    found = before, late.busy, len(masters)
-    engine.destroy()
-    return found
-
-
 def program_late(result):
     """All that one rank does."""
-    import deepspeed
     import stepwell.deepspeed
 
     stepwell.deepspeed.register()
-    deepspeed.get_accelerator().is_fp16_supported = lambda: True
     config = offloaded(persistent=100)
     read(result, "late", config)
     read(result, "in time", config, is_late=False)
-    # Persistent parameters wait by a gate.
-    stale(result, "stale", offloaded())
     gates(result.setdefault("gates", {}))
     waits(result)
     prefetches(result)
@@ -335,12 +300,7 @@ def program_late(result):
         name: [on_one_rank(name, is_late=is_late) for is_late in (True, False)]
         for name in ON_ONE_RANK
     }
-    result["given out"] = given_out()
-    result["moved"] = moved({})
-    in_host_memory = {"offload_param": {"device": "cpu"}}
-    result["not moved"] = [
-        moved({"zero": in_host_memory, "stepwell": {"engine": engine}}) for engine in (True, False)
-    ]
+    result["moved"] = moved()
 
 
 # ---- several ranks ----
@@ -351,8 +311,6 @@ RANKS = {
     ),
     "nothing persistent": lambda gate: offloaded(stepwell={"gate": gate}),
     "ZeRO-3": lambda gate: on_device(gate),
-    "ZeRO-3, prefetch": lambda gate: on_device(gate, {"stage3_prefetch_bucket_size": 2048}),
-    "ZeRO-3, fp32": lambda gate: on_device(gate, dtype="fp32"),
     "ZeRO-2": lambda gate: configuration(dtype="bf16", stepwell={"gate": gate}),
     "ZeRO-2, round robin": lambda gate: configuration(
         dtype="bf16",
@@ -360,17 +318,12 @@ RANKS = {
         gradient_accumulation_steps=2,
         stepwell={"gate": gate},
     ),
-    "ZeRO-1, fp32": lambda gate: configuration(stage=1, clip=0.1, stepwell={"gate": gate}),
 }
 
 
-def on_device(gate, zero=None, **options):
+def on_device(gate):
     persistent = {"stage3_param_persistence_threshold": 100, "sub_group_size": 3000}
-    return configuration(
-        stage=3,
-        zero=persistent | (zero or {}),
-        **{"dtype": "bf16", "stepwell": {"gate": gate}, **options},
-    )
+    return configuration(stage=3, dtype="bf16", zero=persistent, stepwell={"gate": gate})
 
 
 def deep():
@@ -384,7 +337,6 @@ def deep():
 # Those that are not collective. One rank reads alone.
 ALONE = {
     "partition": lambda weight, _, __: weight.ds_tensor.clone(),
-    "partition's data": lambda weight, _, __: weight.ds_tensor.data.clone(),
     "flat": lambda _, __, zero: zero.fp16_partitioned_groups_flat[0].clone(),
     "persistent": lambda _, bias, __: bias.detach().clone(),
     "persistent data": lambda _, bias, __: bias.data.clone(),
@@ -410,24 +362,15 @@ def evaluated_alone(weight, bias, zero):
 BELOW = {
     "weight": lambda weight, _, __: weight.detach().clone(),
     "data": lambda weight, _, __: weight.data.clone(),
-    "norm": lambda weight, _, __: torch.linalg.vector_norm(weight).detach(),
-    "bias": lambda _, bias, __: torch._foreach_mul([bias], 2.0)[0].detach(),
     "evaluation": evaluated_alone,
     "state dict": lambda _, __, zero: zero.module_of_test.state_dict()["4.weight"].clone(),
     "master": lambda _, __, zero: zero.single_partition_of_fp32_groups[0].detach().clone(),
-    "own state dict": lambda _, __, zero: (
-        zero.state_dict()["single_partition_of_fp32_groups"][0].detach().clone()
-    ),
-    "groups": lambda _, __, zero: zero.param_groups[0]["params"][0].detach().clone(),
     "state": lambda _, __, zero: next(iter(zero.optimizer.state.values()))["exp_avg"].clone(),
-    "base's state dict": lambda _, __, zero: zero.optimizer.state_dict()["state"][0][
-        "exp_avg_sq"
-    ].clone(),
     "written": lambda weight, _, __: weight.data.mul_(1.0).clone(),
 }
 
 
-def rank_run(result, name, gate, *, looks_alone=True):
+def rank_run(result, name, gate):
     """Losses and weights of a run that looks at something behind each step."""
     import deepspeed
 
@@ -444,8 +387,7 @@ def rank_run(result, name, gate, *, looks_alone=True):
         # What is not persistent is empty where nothing gathers it.
         looks = {look: looks[look] for look in looks if look not in PERSISTENT}
     losses, found = [], []
-    alone = looks if looks_alone else [None]
-    for step, look in enumerate([None, None, *alone, "gathered", None]):
+    for step, look in enumerate([None, None, *looks, "gathered", None]):
         losses += train(engine, vectors(count, first=step * count, rank=rank), squared)
         # Without a step before it a gate knows no forward.
         is_late = late is not None and late.is_late
@@ -478,20 +420,11 @@ def program_late_ranks(result):
             patched.setattr(gathers, "_BUCKET_LEN", 700)
             rank_run(result, name, "module")
         rank_run(result, name, "step")
-    result["unguarded"] = unguarded()
     result["left"] = {name: left(name) for name in ("ZeRO-2", "ZeRO-3")}
     result["left alone"] = left_alone("nothing persistent", "module")
     result["left, gate of the step"] = left_alone("ZeRO-2", "step")
-    for gate in ("module", "step"):
-        result["refused", gate] = {
-            name: refused(RANKS[name](gate)) for name in ("ZeRO-2", "ZeRO-3")
-        }
-    result["refused", "zenflow"] = refused(configuration(dtype="bf16", zero={"zenflow": ZENFLOW}))
-    # The ranks agree on it before the gate matters.
-    result["failed behind the first sum"] = {
-        name: refused(RANKS[name]("module"), is_behind_first_sum=True)
-        for name in ("ZeRO-2", "ZeRO-3")
-    }
+    result["refused"] = {name: refused(RANKS[name]("module")) for name in ("ZeRO-2", "ZeRO-3")}
+    result["refused"]["ZenFlow"] = refused(configuration(dtype="bf16", zero={"zenflow": ZENFLOW}))
 
 
 class LeftError(Exception):
@@ -542,10 +475,10 @@ ZENFLOW = {
 }
 
 
-def refused(config, *, is_behind_first_sum=False):
+def refused(config):
     """What a run says in which ranks cannot step before the norm, by turns and both; and weights.
 
-    With those of a run without these steps. Or they fail behind a sum that is not finite.
+    With those of a run without these steps.
     """
     import pytest
 
@@ -560,15 +493,11 @@ def refused(config, *, is_behind_first_sum=False):
                 if rank in refusing:
 
                     def refuse(*_):
-                        raise OSError("a copy") if is_behind_first_sum else ValueError("refused")
+                        raise ValueError("refused")
 
-                    method = "_exact_squares" if is_behind_first_sum else "norm"
-                    patched.setattr(gradients, method, refuse)
-                batches = vectors(1, first=7, rank=rank)
-                if is_behind_first_sum:
-                    batches = [math.inf * batch for batch in batches]
+                    patched.setattr(gradients, "norm", refuse)
                 try:
-                    train(engine, batches, squared)
+                    train(engine, vectors(1, first=7, rank=rank), squared)
                 except (ValueError, OSError) as error:
                     found.append(f"{type(error).__name__}: {error}")
         train(engine, vectors(2, first=2, rank=rank), squared)
@@ -600,25 +529,4 @@ def left_alone(name, gate):
             except (LeftError, OSError) as error:
                 found.append(f"{type(error).__name__}: {error}")
     engine.destroy()
-    return found
-
-
-def unguarded():
-    """Losses of late runs in which partitions, or what is gathered, are not waited for."""
-    import pytest
-    from stepwell.ranks.gathering import Gatherer
-
-    found = {}
-    # Where nothing else begins the step.
-    for name, owner, method in (
-        ("nothing persistent", *begin_of_writes()),
-        ("ZeRO-3", Gatherer, "wait"),
-        ("ZeRO-2", Gatherer, "wait"),
-    ):
-        with pytest.MonkeyPatch.context() as patched, late_ranks(patched):
-            patched.setattr(owner, method, lambda *_: None)
-            result = {}
-            # A rank that looks would wait for the other, which would not wait for its step.
-            rank_run(result, name, "module", looks_alone=False)
-            found[name] = result[name, "module"][0]
     return found

@@ -1,6 +1,5 @@
-"""The program (see deepspeed_run) of what others read and write of ZeRO on the offload engine."""
+"""The program (see deepspeed_run) of checkpoints of either path, and of unusual backwards."""
 
-import math
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +18,7 @@ from deepspeed_paths import Forked, wide
 
 
 def program_offload_access(result, folder):
-    """Checkpoints, gradients, state."""
+    """Checkpoints, and unusual numbers of backwards."""
     import stepwell.deepspeed
 
     stepwell.deepspeed.register()
@@ -29,51 +28,12 @@ def program_offload_access(result, folder):
 
 
 def access(result):
-    """Gradients and state that the program reads and writes, and unusual numbers of backwards.
-
-    The process ends without destroying the engine.
-    """
+    """Unusual numbers of backwards. The process ends without destroying the engine."""
     from deepspeed import utils
 
     (batch, other) = vectors(2)
-    engine = initialize(wide(), configuration(dtype="bf16"))
-    reference = wide().bfloat16()
-    weight = engine.module[2].weight
-    engine.backward(squared(engine, batch))
-    squared(reference, batch).backward()
-    result["grad"] = utils.safe_get_full_grad(weight).clone(), reference[2].weight.grad.float()
-    utils.safe_set_full_grad(weight, torch.ones(weight.shape))
-    result["set grad"] = utils.safe_get_full_grad(weight).clone()
-    engine.step()
-    # At once after a step, which goes on in the background.
-    result["exp_avg"] = utils.safe_get_full_optimizer_state(weight, "exp_avg").clone()
-    master = utils.safe_get_full_fp32_param(weight)
-    result["master"] = master.clone(), [flat for flat, _ in partitions(engine)]
-    utils.safe_set_full_fp32_param(weight, torch.zeros(weight.shape))
-    utils.safe_set_full_optimizer_state(weight, torch.zeros(weight.shape), "exp_avg")
-    utils.safe_set_full_optimizer_state(weight, torch.zeros(weight.shape), "exp_avg_sq")
-    engine.backward(squared(engine, batch) * 0)
-    engine.step()
-    engine.optimizer.synchronize()
-    result["set"] = weight.clone()
-    train(engine, [batch], squared)
-    result["state_dict"] = engine.module.state_dict()["2.weight"].clone(), partitions(engine)[0][0]
-    train(engine, [batch], squared)
-    engine.eval()
-    with torch.no_grad():
-        result["eval"] = [squared(engine, other).item() for _ in range(2)]
-    engine.train()
-    engine.backward(squared(engine, batch))
-    utils.safe_set_full_grad(weight, torch.full(weight.shape, math.nan))
-    engine.step()
-    result["set nan"] = engine.optimizer.overflow, engine.skipped_steps
-    engine.offload_states()
-    engine.reload_states()
-    result["reloaded"] = train(engine, [batch], squared)
-    engine.destroy()
 
-    # A second backward after the one that was announced as the last, and a parameter without a
-    # gradient.
+    # A second backward after the one that was announced as the last.
     engine = initialize(perceptron(), configuration(dtype="fp32"))
     for each in (batch, other):
         engine.backward(squared(engine, each))
@@ -92,22 +52,6 @@ def access(result):
         result["forked"].append(
             utils.safe_get_full_optimizer_state(engine.module.second.weight, "exp_avg").clone()
         )
-    engine.destroy()
-
-    engine = initialize(perceptron(), configuration(dtype="bf16", stage=3, clip=1e-3))
-    weight = engine.module[0].weight
-    engine.backward(squared(engine, batch))
-    grad = utils.safe_get_full_grad(weight).clone()
-    utils.safe_set_full_grad(weight, 2 * grad)
-    result["ZeRO-3 grad"] = (
-        grad,
-        utils.safe_get_full_grad(weight).clone(),
-        utils.safe_get_local_grad(weight).clone(),
-    )
-    utils.safe_update_full_grad_vectorized([weight], lambda grad, _: torch.full_like(grad, 7.0))
-    engine.step()
-    moment = utils.safe_get_full_optimizer_state(weight, "exp_avg")
-    result["ZeRO-3 set"] = moment, engine.get_global_grad_norm(), weight.numel() or weight.ds_numel
     engine.destroy()
 
     engine = initialize(wide(), configuration(dtype="bf16"))

@@ -16,7 +16,7 @@ from deepspeed_engines import (
     trained,
     vectors,
 )
-from deepspeed_paths import both, run
+from deepspeed_paths import run
 
 
 def program_register(result, when):
@@ -81,16 +81,6 @@ def program_register(result, when):
     result["report on cuda"] = stepwell.deepspeed.seam_report()
 
 
-def program_unregistered(result):
-    """What DeepSpeed does here by itself."""
-    import deepspeed
-
-    try:
-        deepspeed.ops.adam.DeepSpeedCPUAdam([torch.nn.Parameter(torch.zeros(3))])
-    except RuntimeError as error:
-        result["error"] = f"{error}; {error.__cause__}"
-
-
 def program_missing_seam(result):
     """A DeepSpeed whose ZenFlow is another, and then one that lacks what every feature needs."""
     import deepspeed
@@ -120,7 +110,6 @@ def program_missing_seam(result):
     result["warnings"] = handler.lines
     result["report without ZenFlow"] = stepwell.deepspeed.seam_report()
     logger.removeHandler(handler)
-    result["run without ZenFlow"] = both(configuration(dtype="bf16"), steps=2)
     changed_sources(result)
 
 
@@ -129,7 +118,6 @@ def changed_sources(result):
     import os
 
     from deepspeed.runtime import engine as engines
-    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
     from deepspeed.utils import logger
 
@@ -153,26 +141,9 @@ def changed_sources(result):
         setattr(cls, method, theirs)
 
     changed("overridden", DeepSpeedZeroOptimizer, "step", 2)
-    changed("called", DeepSpeedZeroOptimizer_Stage3, "_post_step", 3)
     changed("calling", engines.DeepSpeedEngine, "_backward_epilogue", 1)
     result["unchanged"] = run(configuration(dtype="bf16"), steps=1)["class"]
-    result["digests"], result["renamed"] = digests(DeepSpeedZeroOptimizer_Stage3)
     logger.removeHandler(handler)
-
-
-def digests(cls):
-    """Of which methods digests are made, and what is said of a method that has another's place."""
-    import pytest
-    from stepwell.deepspeed import fingerprints
-
-    made = []
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(fingerprints, "digest_of", made.append)
-        for name in fingerprints.tested():
-            fingerprints.difference(name)
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(cls, "step", cls.backward)
-        return len(made), fingerprints.difference("OffloadZeroOptimizerStage3")
 
 
 def program_optimizer(result):
@@ -204,14 +175,12 @@ def program_optimizer(result):
     optimizer.step()
     result["steps"] = [[optimizer.state[param]["step"] for param in params]]
     result["values"] = [everything()]
-    for spoil in ("nan", "strides", "shape"):
+    for spoil in ("nan", "shape"):
         set_gradients()
         state = optimizer.state[params[2]]
         kept = state["exp_avg"]
         if spoil == "nan":
             params[2].grad[50] = float("nan")
-        elif spoil == "strides":
-            state["exp_avg"] = torch.zeros(200, dtype=kept.dtype)[::2]
         else:
             state["exp_avg"] = torch.zeros(99, dtype=kept.dtype)
         try:

@@ -26,7 +26,6 @@ MODULES = (
     "deepspeed_options_programs",
     "deepspeed_offload_param_programs",
     "deepspeed_gradient_programs",
-    "deepspeed_weight_programs",
     "deepspeed_client_programs",
     "deepspeed_corpus_programs",
     "deepspeed_gpu_programs",

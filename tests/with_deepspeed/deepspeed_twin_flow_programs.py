@@ -3,15 +3,21 @@
 On the CPU accelerator DeepSpeed steps all sub-groups with DeepSpeedCPUAdam, as without a ratio.
 """
 
-import contextlib
-import functools
 import os
 from pathlib import Path
 
 import torch
-from deepspeed_engines import configuration, initialize, partitions, perceptron, train, vectors
+from deepspeed_engines import (
+    configuration,
+    initialize,
+    initialize_groups,
+    partitions,
+    perceptron,
+    train,
+    vectors,
+)
 from deepspeed_engines import squared as loss_of
-from deepspeed_paths import Forked, both, poisoned
+from deepspeed_paths import both, poisoned
 from insides import is_on_device
 
 # Each parameter is a sub-group. The device has the first half of them.
@@ -25,14 +31,7 @@ def halved(ratio=0.5, **options):
 
 
 def with_groups(config):
-    import deepspeed
-
-    model = perceptron()
-    groups = [
-        {"params": [model[0].weight, model[2].weight]},
-        {"params": [model[0].bias, model[2].bias], "weight_decay": 0.0, "lr": 1e-3},
-    ]
-    engine = deepspeed.initialize(model=model, model_parameters=groups, config=config)[0]
+    engine = initialize_groups(config)
     train(engine, vectors(1), loss_of)
     # As a scheduler does.
     engine.optimizer.param_groups[0]["lr"] /= 2
@@ -61,43 +60,6 @@ def gradients():
     reference = perceptron().bfloat16()
     loss_of(reference, batch).backward()
     return found, reference[0].weight.grad.float()
-
-
-def failing():
-    """What steps say after one whose share on the device could not be launched."""
-    from stepwell.deepspeed.zero.device_share import DeviceShare
-
-    def refuse():
-        raise RuntimeError("CUDA error: unspecified launch failure")
-
-    engine = initialize(perceptron(), halved(dtype="bf16"))
-    train(engine, vectors(1), loss_of)
-    step_of, DeviceShare.step_of = DeviceShare.step_of, lambda *_: [functools.partial(refuse)]
-    said = []
-    for index in range(2):
-        try:
-            train(engine, vectors(1, first=index), loss_of)
-        except OSError as error:
-            said.append(str(error))
-        DeviceShare.step_of = step_of
-    with contextlib.suppress(OSError):
-        engine.destroy()
-    return said
-
-
-def unused():
-    """The moment of a parameter that gets a gradient in the first step only."""
-    from deepspeed import utils
-
-    (batch,) = vectors(1)
-    engine = initialize(Forked(), halved(ratio=0.0, params={"betas": [0.5, 0.5]}))
-    moments = []
-    for _ in range(3):
-        train(engine, [batch], loss_of)
-        moment = utils.safe_get_full_optimizer_state(engine.module.second.weight, "exp_avg")
-        moments.append(moment.clone())
-    engine.destroy()
-    return moments
 
 
 def checkpoints(folder):
@@ -139,13 +101,7 @@ def program_twin_flow(result, folder):
     ]
     result["nonfinite"] = poisoned(halved(dtype="bf16"))
     result["gradients"] = gradients()
-    result["unused"] = unused()
-    result["failing"] = failing()
     result["checkpoints"] = checkpoints(folder)
-    masters = halved(dtype="bf16", precision={"bf16_master_weights_and_grads": True})
-    engine = initialize(perceptron(), masters)
-    result["plan"] = engine.stepwell_plan
-    engine.destroy()
 
 
 def program_twin_flow_ranks(result):

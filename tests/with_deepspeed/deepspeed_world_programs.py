@@ -17,7 +17,6 @@ from deepspeed_engines import (
 STEPS = 3
 CASES = {
     "ZeRO-2": {"dtype": "bf16"},
-    "ZeRO-2, fp32": {},
     "ZeRO-2, elastic": {"dtype": "bf16", "zero": {"elastic_checkpoint": True}},
     "ZeRO-3": {"dtype": "bf16", "stage": 3},
     "ZeRO-3, parameters": {

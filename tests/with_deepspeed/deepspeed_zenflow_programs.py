@@ -1,15 +1,8 @@
 """Programs (see deepspeed_run) of ZenFlow on the offload engine: its updates are deferred."""
 
 import importlib
-import itertools
 import math
 import os
-import select
-import signal
-import sys
-import time
-import traceback
-from pathlib import Path
 
 import torch
 from deepspeed_engines import (
@@ -23,8 +16,7 @@ from deepspeed_engines import (
     train,
     vectors,
 )
-from fork_server import PATIENCE
-from insides import core_of_partitions, partitions_of
+from insides import partitions_of
 
 ZENFLOW = {
     "topk_ratio": 0.1,
@@ -105,8 +97,6 @@ CASES = {
     "ZeRO-1, fp32": {"stage": 1},
     "accumulated": {"dtype": "bf16", "clip": 0.5, "gradient_accumulation_steps": 2},
     "fp16": {"dtype": "fp16", "precision": {"loss_scale": 8.0}},
-    "torch": {"dtype": "bf16", "params": {"torch_adam": True}},
-    "Stepwell": {"dtype": "bf16", "optimizer": "StepwellAdamW"},
 }
 
 
@@ -132,12 +122,17 @@ def program_zenflow_on_engine(result):
     """Training on one rank: against OffloadAdamW, looks, checkpoints, refusals, DeepSpeed's own."""
     import stepwell
     import stepwell.deepspeed
-    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_set_full_grad
+    from deepspeed.utils import (
+        safe_get_full_fp32_param,
+        safe_get_full_grad,
+        safe_get_full_optimizer_state,
+        safe_set_full_grad,
+    )
 
     stepwell.deepspeed.register()
 
     # The same run without DeepSpeed.
-    engine = initialize(perceptron(), configuration(zero=with_zenflow()))
+    engine = initialize(perceptron(), configuration(optimizer="StepwellAdamW", zero=with_zenflow()))
     result["losses"] = train(engine, vectors(STEPS), squared)
     result["oldest"] = engine.optimizer.timing["oldest_age"]
     model = perceptron()
@@ -161,6 +156,11 @@ def program_zenflow_on_engine(result):
     looked = safe_get_full_fp32_param(engine.module[0].weight)
     result["master"] = torch.equal(looked, engine.module[0].weight.detach())
     result["late after a look"] = not partitions_of(engine.optimizer).is_landed
+    train(engine, vectors(3, first=STEPS + 3), squared)
+    looked = safe_get_full_optimizer_state(engine.module[0].weight, "exp_avg").clone()
+    engine.optimizer.drain()
+    drained = safe_get_full_optimizer_state(engine.module[0].weight, "exp_avg")
+    result["moment"] = torch.equal(looked, drained)
 
     # Gradients can be read before the step.
     loss = squared(engine, next(vectors(1, first=50)))
@@ -178,6 +178,17 @@ def program_zenflow_on_engine(result):
     result["refused"] = raised
     engine.destroy()
 
+    # The end of an engine applies what is pending.
+    result["ended"] = []
+    for is_drained in (True, False):
+        engine = initialize(perceptron(), configuration(dtype="bf16", zero=with_zenflow()))
+        train(engine, vectors(STEPS), squared)
+        params = list(engine.module.parameters())
+        if is_drained:
+            engine.optimizer.drain()
+        engine.destroy()
+        result["ended"].append([param.detach().clone() for param in params])
+
     # As exact while it warms up.
     config = {"dtype": "bf16", "clip": 0.1, "gradient_accumulation_steps": 2}
     for name, zero in (("warm-up", with_zenflow(full_warm_up_rounds=50)), ("exact", {})):
@@ -186,35 +197,25 @@ def program_zenflow_on_engine(result):
         result[name] = losses, partitions(engine)
         engine.destroy()
 
-    try:
-        moments = configuration(
-            optimizer="StepwellAdamW", params={"moments": "q8"}, zero=with_zenflow()
-        )
-        initialize(perceptron(), moments)
-    except ValueError as error:
-        result["q8"] = str(error)
 
-
-def program_zenflow_stages_save(result, folder):
+def program_zenflow_saves(result, folder):
     """Ranks that save, go on, and resume, under ZeRO-1 and -2."""
-    for stage in STAGES:
-        program_zenflow_saves(result.setdefault(stage, {}), f"{folder}/{stage}", stage)
-
-
-def saving_configuration(stage):
-    return configuration(stage=stage, dtype="bf16", clip=0.5, zero=with_zenflow(update_interval=2))
-
-
-def program_zenflow_saves(result, folder, stage=2):
-    """Ranks that save, go on, and resume."""
     import stepwell.deepspeed
-    from deepspeed.utils import logger
 
     stepwell.deepspeed.register()
+    for stage in STAGES:
+        saved_and_resumed(result.setdefault(stage, {}), f"{folder}/{stage}", stage)
+
+
+def saved_and_resumed(result, folder, stage):
+    from deepspeed.utils import logger
+
     lines = Lines()
     logger.addHandler(lines)
     rank = int(os.environ["RANK"])
-    config = saving_configuration(stage)
+    config = configuration(
+        stage=stage, dtype="bf16", clip=0.5, zero=with_zenflow(update_interval=2)
+    )
 
     def trained(engine, first, last):
         return train(engine, vectors(last - first, first=first, rank=rank), squared)
@@ -228,6 +229,8 @@ def program_zenflow_saves(result, folder, stage=2):
     losses = trained(engine, SAVED_AT, LAST)
     result["late"] = not partitions_of(engine.optimizer).is_landed
     result["went on"] = saved, weights, losses, partitions(engine)
+    # Which has applied what is pending to the masters of each rank.
+    result["late weights"] = [param.detach().clone() for param in engine.module.parameters()]
     engine.module.state_dict()
     engine.eval()
     with torch.no_grad():
@@ -235,23 +238,13 @@ def program_zenflow_saves(result, folder, stage=2):
     engine.optimizer.drain()
     result["weights"] = [param.detach().clone() for param in engine.module.parameters()]
     engine.destroy()
-    # By an engine that has trained before, and by one that has not, as in a new process.
-    for name, steps in (("again", 4), ("anew", 0)):
-        engine = initialize(perceptron(seed=1), config)
-        trained(engine, 40, 40 + steps)
-        engine.load_checkpoint(folder)
-        result["loaded", name] = partitions(engine)
-        result["resumed", name] = trained(engine, SAVED_AT, LAST), partitions(engine)
-        engine.destroy()
-    # A look behind the first step, and nothing else that applies what is pending.
-    for name, steps in (("again", 4), ("anew", 0)):
-        engine = initialize(perceptron(seed=1), config)
-        trained(engine, 40, 40 + steps)
-        engine.load_checkpoint(folder)
-        losses = trained(engine, SAVED_AT, SAVED_AT + 1)
-        engine.module[0].weight.norm()
-        result["looked", name] = losses + trained(engine, SAVED_AT + 1, LAST), partitions(engine)
-        engine.destroy()
+    # By an engine that has trained before.
+    engine = initialize(perceptron(seed=1), config)
+    trained(engine, 40, 44)
+    engine.load_checkpoint(folder)
+    result["loaded"] = partitions(engine)
+    result["resumed"] = trained(engine, SAVED_AT, LAST), partitions(engine)
+    engine.destroy()
     engine = initialize(perceptron(seed=1), config)
     engine.load_checkpoint(folder)
     result["one step"] = trained(engine, SAVED_AT, SAVED_AT + 1), partitions(engine)
@@ -282,142 +275,3 @@ def program_zenflow_loads(result, folder):
         losses = train(engine, vectors(1, first=SAVED_AT, rank=rank), squared)
         found["one step"] = losses, partitions(engine)
         engine.destroy()
-
-
-# ---- a run that is killed ----
-
-STEPS_MAX = 10_000
-SECONDS_MAX = 60
-
-
-def wide(seed=0):
-    """The turns of its middle matrix take about a millisecond."""
-    torch.manual_seed(seed)
-    return torch.nn.Sequential(
-        torch.nn.Linear(32, 512), torch.nn.Linear(512, 512), torch.nn.Linear(512, 32)
-    )
-
-
-def save(engine, folder):
-    """Trains, and saves. Returns whether weights were late until then."""
-    train(engine, vectors(SAVED_AT), squared)
-    is_late = not partitions_of(engine.optimizer).is_landed
-    engine.save_checkpoint(folder)
-    return is_late
-
-
-def go_on(engine):
-    """The state at the step that was saved, the losses of those behind it, the state at the end."""
-    saved = partitions(engine)
-    losses = train(engine, vectors(LAST - SAVED_AT, first=SAVED_AT), squared)
-    at_end = partitions(engine)
-    engine.destroy()
-    return saved, losses, at_end
-
-
-def train_and_tell(folder):
-    """Saves, and goes on without an end. Prints where it is."""
-    import stepwell.deepspeed
-
-    stepwell.deepspeed.register()
-    engine = initialize(wide(), saving_configuration(2))
-    save(engine, folder)
-    print("saved", flush=True)
-    deferred = partitions_of(engine.optimizer)
-    for step in itertools.count(SAVED_AT):
-        assert step < STEPS_MAX
-        train(engine, vectors(1, first=step), squared)
-        # Behind some turns.
-        if step > SAVED_AT + 3 and deferred.has_pending() and core_of_partitions(deferred).busy:
-            print("turn begins", flush=True)
-            while core_of_partitions(deferred).busy:
-                os.sched_yield()
-            print("turn ends", flush=True)
-
-
-class Output:
-    """What a process prints, line by line.
-
-    Args:
-        pipe: its end that is read.
-    """
-
-    def __init__(self, pipe):
-        os.set_blocking(pipe, False)
-        self._pipe, self._rest = pipe, ""
-        self._poll = select.poll()
-        self._poll.register(pipe, select.POLLIN)
-        self.lines = []
-
-    def wait(self, deadline):
-        """Until there is more, or the process has ended."""
-        assert self._poll.poll(max(0.0, deadline - time.monotonic()) * 1000), self.lines
-        assert self.read(), f"the process has ended: {self.lines}"
-
-    def read(self):
-        """What is there. Returns whether there was something."""
-        try:
-            found = os.read(self._pipe, 1 << 16).decode(errors="replace")
-        except BlockingIOError:
-            return False
-        *lines, self._rest = (self._rest + found).split("\n")
-        self.lines += lines
-        return bool(found)
-
-
-def stop_in_a_turn(child, output):
-    """Stops a process that has begun a turn, and has not told of its end."""
-    deadline = time.monotonic() + SECONDS_MAX * PATIENCE
-    while True:
-        output.wait(deadline)
-        if output.lines[-1:] != ["turn begins"]:
-            continue
-        # It may be over by now. So it is looked at while nothing moves on.
-        os.kill(child, signal.SIGSTOP)
-        assert os.WIFSTOPPED(os.waitpid(child, os.WUNTRACED)[1])
-        output.read()
-        if output.lines[-1] == "turn begins":
-            return
-        os.kill(child, signal.SIGCONT)
-
-
-def killed(folder):
-    """What a process has printed that was killed in a turn, and how it ended."""
-    sys.stdout.flush()
-    pipe, end = os.pipe()
-    child = os.fork()
-    if child == 0:
-        # Where nobody reads it any more, what it prints is an error.
-        os.close(pipe)
-        os.dup2(end, 1)
-        try:
-            train_and_tell(folder)
-        except BaseException:  # noqa: BLE001  # it ends here, and says why
-            traceback.print_exc()
-        finally:
-            # Not into the program that has forked it.
-            os._exit(1)
-    os.close(end)
-    output = Output(pipe)
-    try:
-        stop_in_a_turn(child, output)
-    finally:
-        os.kill(child, signal.SIGKILL)
-        _, status = os.waitpid(child, 0)
-        os.close(pipe)
-    return output.lines, os.waitstatus_to_exitcode(status)
-
-
-def program_zenflow_killed(result, folder):
-    """A run that is killed in a turn is resumed, and one that was saved at its step goes on."""
-    # DeepSpeed is not imported yet.
-    result["killed"] = killed(folder)
-    import stepwell.deepspeed
-
-    stepwell.deepspeed.register()
-    engine = initialize(wide(seed=1), saving_configuration(2))
-    engine.load_checkpoint(folder)
-    result["resumed"] = go_on(engine)
-    engine = initialize(wide(), saving_configuration(2))
-    result["late"] = save(engine, str(Path(folder) / "straight"))
-    result["went on"] = go_on(engine)

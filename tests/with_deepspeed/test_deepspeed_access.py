@@ -2,9 +2,9 @@
 
 import deepspeed_run
 import pytest
+import torch
 from deepspeed_asserts import ZERO_3_NORM_RTOL, assert_same_values
 from deepspeed_release import IS_OLDER, told_norms
-from stepwell.deepspeed.obstacles import OBSTACLES
 
 PROGRAM_TIMEOUT = 300
 pytestmark = pytest.mark.timeout(PROGRAM_TIMEOUT + 30)
@@ -16,24 +16,16 @@ NAMES = (
     "read, scaled, ZeRO-3",
     "read, overflow, ZeRO-2",
     "read, overflow, ZeRO-3",
-    "read, accumulated, ZeRO-2",
     "set, ZeRO-2",
     "set, ZeRO-3",
     "set, clipped, ZeRO-2",
     "set, accumulated, ZeRO-2",
     "set early, ZeRO-2",
     "set early, ZeRO-3",
-    "set early, fp32, ZeRO-2",
-    "set early, fp32, ZeRO-3",
-    "set early, on the device, ZeRO-2",
-    "set early, on the device, ZeRO-3",
     "state, ZeRO-2",
     "state, ZeRO-3",
-    "state, ours, ZeRO-2",
-    "state, ours, ZeRO-3",
     "unchecked, ZeRO-2",
     "unchecked, ZeRO-3",
-    "unchecked, ours, ZeRO-2",
     "unused, ZeRO-2",
 )
 
@@ -55,10 +47,6 @@ def test_as_on_deepspeeds_own_path(runs, name):
     assert_same_values(ours, theirs, rtol=ZERO_3_NORM_RTOL if is_of_norm else 0.0)
 
 
-def test_all_runs_are_looked_at(runs):
-    assert {name for name in runs if "ZeRO" in name} == set(NAMES)
-
-
 def test_moments_are_there_from_the_first_step_on(runs):
     hint = "there is no `exp_avg` yet. hint: optimizer state is made by the first step"
     assert runs["too early"] == [[hint] * 2] * 2
@@ -75,19 +63,11 @@ def test_unused_parameters_are_refused_where_the_json_says_so(runs):
     assert runs["unused, ZeRO-2"][0] == ["Assertion", True, True, True, True, True]
 
 
-def test_every_obstacle_says_what_to_change():
-    class AnyCase:
-        def __getattr__(self, name):
-            return name
-
-    texts = [
-        template.format(case=AnyCase()) for row in OBSTACLES for template in (row.reason, row.hint)
-    ]
-    assert all(texts)
-    # Braces of templates are doubled; nested blocks close doubly.
-    assert not any("{{" in text for text in texts)
-    assert all(text.count("{") == text.count("}") for text in texts)
-    assert len(set(texts[::2])) == len(texts) // 2
+def test_what_is_set_under_zero_3_is_clipped_by_its_own_norm(runs):
+    moment, norm = runs["clipped by what is set"]
+    assert norm > 7 * moment.numel() ** 0.5
+    expected = torch.full_like(moment, 0.1 * 7 * 1e-3 / norm)
+    torch.testing.assert_close(moment, expected, rtol=1e-3, atol=0)
 
 
 def test_nothing_is_pinned_where_the_json_says_so(runs):
@@ -101,7 +81,3 @@ def test_timers_time_the_step(runs):
     assert (timed_gate, gate) == ("step", "module")
     assert not is_busy
     assert elapsed_ms >= 1000 * step_seconds > 0
-
-
-def test_a_claim_of_memory_ends_with_an_engine_that_took_no_step(runs):
-    assert runs["claims ended"] == [True] * 3

@@ -4,15 +4,12 @@ import ctypes
 import errno
 import gc
 import os
-import subprocess
-import threading
-import weakref
 
 import deepspeed_run
 import pytest
 import torch
 from interrupts import handler_runs_after
-from stepwell.deepspeed.native import async_io, byte_views, locked_memory, pin_memory
+from stepwell.deepspeed.native import async_io, locked_memory, pin_memory
 
 PROGRAM_TIMEOUT = 150
 
@@ -115,16 +112,6 @@ def test_tensors_of_any_strides_dtypes_and_sizes(handle, tmp_path):
         assert torch.equal(found, source)
 
 
-def test_copies_of_float32():
-    source, found = torch.randn(20, 5).t(), torch.zeros(100)
-    assert async_io.deepspeed_memcpy(found, source.contiguous()) == 0
-    assert torch.equal(found, source.reshape(-1))
-    with pytest.raises(ValueError, match=r"`src` is `torch\.float64`"):
-        async_io.deepspeed_memcpy(found, source.double())
-    with pytest.raises(ValueError, match="`dest` has `100` elements"):
-        async_io.deepspeed_memcpy(found, torch.zeros(3))
-
-
 # ---- failures ----
 
 
@@ -156,42 +143,6 @@ def test_what_cannot_be_opened_or_written(handle, tmp_path):
     with pytest.raises(OSError, match=r"/dev/full, offset `0`.*and 1 more have failed") as caught:
         handle.wait()
     assert caught.value.errno == errno.ENOSPC
-
-
-@pytest.mark.root
-def test_a_full_drive(handle, tmp_path):
-    if os.geteuid() != 0:
-        pytest.skip("mounts a small tmpfs, which takes root")
-    folder = tmp_path / "small"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "stepwell", str(folder)]
-    if subprocess.run(mount, capture_output=True, timeout=30, check=False).returncode:
-        pytest.skip("cannot mount a tmpfs here")
-    try:
-        handle.async_pwrite(torch.zeros(1 << 20), folder / "tensor")
-        with pytest.raises(OSError, match="small/tensor, offset") as caught:
-            handle.wait()
-        assert caught.value.errno == errno.ENOSPC
-    finally:
-        subprocess.run(["umount", str(folder)], timeout=30, check=True)
-
-
-def test_validation_finds_other_bytes(handle, tmp_path, monkeypatch):
-    path = tmp_path / "tensor"
-    source = torch.randn(3000)
-    wait = async_io.aio_handle.wait
-
-    def spoil(self):
-        # Between the write and the look at it.
-        self._files.wait()
-        with path.open("r+b") as file:
-            file.seek(8192)
-            file.write(b"\x01")
-        return wait(self)
-
-    monkeypatch.setattr(async_io.aio_handle, "wait", spoil)
-    with pytest.raises(OSError, match="has other bytes than were written"):
-        handle.write(source, path, True)
 
 
 # ---- memory ----
@@ -234,47 +185,6 @@ def test_a_wait_can_be_interrupted_and_gone_on_with(handle, tmp_path, fifo):
     os.write(far, bytes_of(torch.ones(1000)))
     assert handle.wait() == 2
     assert torch.equal(found, torch.ones(1000))
-
-
-def test_a_signal_s_handler_that_uses_a_handle_that_waits_is_refused(handle, tmp_path, fifo):
-    path, far = fifo
-    found = torch.zeros(1000)
-    handle.async_pread(found, path)
-    refused = []
-
-    def on_signal(*_):
-        for use in (handle.wait, lambda: handle.async_pwrite(found, tmp_path / "other")):
-            with pytest.raises(OSError, match="the handler of a signal") as error:
-                use()
-            refused.append(error.value.errno)
-        os.write(far, bytes_of(torch.ones(1000)))
-
-    with handler_runs_after(0.2, on_signal):
-        assert handle.wait() == 1
-    assert refused == [errno.EDEADLK] * 2
-    assert torch.equal(found, torch.ones(1000))
-
-
-def test_a_handle_that_goes_lets_other_threads_run(handle, fifo):
-    path, far = fifo
-    own = async_io.aio_handle()
-    own.async_pread(torch.zeros(1000), path)
-    goes, has_run = threading.Event(), threading.Event()
-    weakref.finalize(own, goes.set)
-
-    def end():
-        assert goes.wait(30)
-        # First: the other thread goes on as soon as the read has ended.
-        has_run.set()
-        os.write(far, bytes(4000))
-
-    thread = threading.Thread(target=end)
-    thread.start()
-    # Waits for the read, which the thread ends.
-    del own
-    gc.collect()
-    assert has_run.is_set()
-    thread.join()
 
 
 def test_locked_memory_is_known_to_every_handle(handle):
@@ -326,22 +236,6 @@ def test_memory_that_cannot_be_locked_is_told_once(handle, monkeypatch, caplog):
     assert len(caplog.records) == 1
 
 
-@pytest.mark.parametrize("name", ["block_size", "queue_depth", "intra_op_parallelism"])
-def test_numbers_below_1_are_refused(name):
-    with pytest.raises(ValueError, match=f"`{name}` is `0`"):
-        async_io.aio_handle(**{name: 0})
-
-
-def test_tensors_as_bytes():
-    source = torch.randn(3, 5)
-    assert bytes_of(byte_views.cast_to_byte_tensor(source)) == bytes_of(source)
-    one, other = byte_views.cast_to_byte_tensor([source, torch.tensor(3.0)])
-    assert one.data_ptr() == source.data_ptr()
-    assert other.shape == (4,)
-    tiny = torch.zeros(1, dtype=torch.int8)
-    assert byte_views.cast_to_byte_tensor(tiny) is tiny
-
-
 # ---- with DeepSpeed ----
 
 
@@ -358,6 +252,5 @@ def test_what_deepspeed_does_through_it(tmp_path):
     assert "_param.tensor.swp, offset `" in text
     assert result["fast True"]
     assert result["fast False"]
-    assert result.get("full", True)
     assert result["AIOHandle_Engine"]
     assert result["AIOBasic_Engine"]

@@ -49,39 +49,16 @@ def assert_same(ours, theirs, stage, *, is_exact):
             # DeepSpeed sums the squares in float32, by groups or partitions. So the clip
             # coefficient differs in its last bit, which Adam shows where gradients are tiny, and a
             # weight of 16 bits where it is between two.
-            rtol = {"masters": 1e-5, "saved": 2**-7, "weights": 2**-7}.get(key, 1e-6)
-            atol = OPTIONS["lr"] / 100 if key in ("masters", "saved", "weights") else 0
+            rtol = {"masters": 1e-5, "saved": 2**-7}.get(key, 1e-6)
+            atol = OPTIONS["lr"] / 100 if key in ("masters", "saved") else 0
             tolerance = {"rtol": rtol, "atol": atol}
         torch.testing.assert_close(ours[key], theirs[key], **tolerance)
 
 
-@pytest.mark.parametrize("has_optimizer", [True, False])
 @pytest.mark.parametrize("stage", [2, 3])
-def test_trainer_with_auto_trains_as_on_deepspeeds_path(clients, stage, has_optimizer):
-    ours, theirs = clients["trainer", stage, has_optimizer]
-    # Trainer's own optimizer has two groups.
-    assert_same(ours, theirs, stage, is_exact=stage == 2 and has_optimizer)
+def test_trainer_with_auto_trains_as_on_deepspeeds_path(clients, stage):
+    """With the optimizer of the JSON, and with Trainer's own."""
+    ours, theirs = clients["trainer", stage]
+    assert_same(ours, theirs, stage, is_exact=stage == 2)
     assert ours["base"] == theirs["base"] == "DeepSpeedCPUAdam"
     assert len(set(ours["losses"])) == len(ours["losses"]) == 3
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_a_model_of_which_most_is_frozen(clients, stage):
-    ours, theirs = clients["lora", stage]
-    assert_same(ours, theirs, stage, is_exact=stage == 2)
-    assert len(ours["masters"]) == 4
-    assert len(ours["weights"]) == 8
-    assert ours["losses"][-1] < ours["losses"][0]
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_weights_are_handed_over_between_steps(clients, stage):
-    ours, theirs = clients["synced", stage]
-    assert_same(ours, theirs, stage, is_exact=True)
-    assert not torch.equal(ours["generated"][0], ours["generated"][1])
-
-
-def test_accelerate_without_deepspeed(clients):
-    ours, theirs = clients["plain"]
-    assert (ours["base"], theirs["base"]) == ("AdamW", "AdamW")
-    torch.testing.assert_close(ours["losses"], theirs["losses"], rtol=1e-6, atol=0)

@@ -133,14 +133,6 @@ def test_a_batch_comes_after_the_stream_that_made_it(lane, device, engine):
     assert target.tolist() == [1.0] * 4
 
 
-@pytest.mark.parametrize("name", ["wait", "order"])
-def test_what_waits_is_copied_before_it_is_used(lane, name):
-    target = torch.zeros(2)
-    send(lane, target, 0, 2)
-    getattr(lane, name)()
-    assert target.tolist() == [1.0] * 2
-
-
 def test_what_is_dropped_is_not_copied(lane, engine):
     target = torch.zeros(4)
     send(lane, target, 0, 2)
@@ -169,21 +161,6 @@ def test_a_gradient_is_held_until_it_is_copied(lane):
     assert held() is None
 
 
-def test_what_was_interrupted_is_copied_by_the_next_launch(lane, engine, monkeypatch):
-    target = torch.zeros(20)
-    send(lane, target, 0, 18)
-
-    def interrupted(*args, **kwargs):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(engine, "expect_parts", interrupted)
-        lane.launch()
-    lane.wait()
-    assert engine.calls == [[(0, 0, 8)], [(0, 8, 16)], [(0, 16, 18)]]
-    assert target.tolist() == [1.0] * 18 + [0.0] * 2
-
-
 # ---- beneath partitions ----
 
 
@@ -209,22 +186,3 @@ def test_the_norm_is_read_before_the_latest_gradient_is_copied(partitions):
     assert gradients.norm(add_up) == pytest.approx(40**0.5)
     assert seen == [[0.0] * 20 + [1.0] * 20]
     assert gradients.grads[0].tolist() == [1.0] * 40
-
-
-def test_what_is_read_before_a_step_has_arrived(partitions):
-    gradients, fragment = partitions.gradients, Fragment(0, 0, 4)
-    gradients.add(fragment, torch.full((4,), 3.0), is_owned=True)
-    gradients.send(fragment)
-    assert gradients.gradient(fragment).tolist() == [3.0] * 4
-
-
-def test_a_gradient_of_a_dropped_step_is_not_of_the_next(partitions):
-    gradients, fragment = partitions.gradients, Fragment(0, 0, 4)
-    gradients.add(fragment, torch.full((4,), 3.0), is_owned=True)
-    gradients.send(fragment)
-    partitions.drop()
-    gradients.add(Fragment(0, 4, 2), torch.ones(2), is_owned=True)
-    assert gradients.norm(float) == pytest.approx(2**0.5)
-    partitions.gradients.complete(partitions.engine.core)
-    (grad,) = partitions.gradients.grads
-    assert grad.tolist() == [0.0] * 4 + [1.0] * 2 + [0.0] * 34

@@ -22,6 +22,8 @@ NAMES = (
     "ZeRO-3, fp16",
     "ZeRO-3, clipped, accumulated",
     "ZeRO-3, offload_param",
+    "ZeRO-3, offload_param, fp32",
+    "ZeRO-3, offload_param, accumulated",
 )
 
 

@@ -1,11 +1,8 @@
 """The thread that copies gradients to memory that is not pinned: on a stand-in for a GPU."""
 
 import contextlib
-import os
-import signal
 import threading
 import weakref
-from collections import deque
 from concurrent.futures import Future
 
 import pytest
@@ -125,57 +122,6 @@ def test_a_copy_that_fails_is_an_error_of_every_wait(training):
         lane.order()
 
 
-def test_a_gradient_with_a_graph_is_copied_without_it(training):
-    lane, target = ThreadLane(torch.device("cpu")), torch.zeros(4)
-    lane.copy(torch.ones(4, requires_grad=True) * 2, target, PART)
-    make(training)
-    lane.wait()
-    assert target.tolist() == [2.0] * 4
-    assert not target.requires_grad
-
-
-def test_a_copy_that_fails_is_forgotten_with_its_gradient(training):
-    lane, target = ThreadLane(torch.device("cpu")), torch.zeros(4)
-    lane.copy(torch.ones(4), torch.zeros(3), PART)
-    make(training)
-    lane.drop()
-    lane.wait()
-    lane.copy(torch.ones(4), target, PART)
-    make(training)
-    lane.wait()
-    assert target.tolist() == [1.0] * 4
-
-
-class InterruptedDeque(deque):
-    """Ctrl-C comes where a copy that has begun is noted."""
-
-    def append(self, item):
-        raise KeyboardInterrupt
-
-
-class WaitingThread:
-    """As a thread pool's: a call is made when it, or one behind it, is waited for."""
-
-    def __init__(self, *args):
-        self._calls = deque()
-
-    def submit(self, call, *args):
-        self._calls.append(lambda: call(*args))
-        number, waited = len(self._calls), Future()
-        waited.result = lambda: [self._calls.popleft()() for _ in range(number)]
-        return waited
-
-
-def test_ctrl_c_leaves_no_copy_that_nothing_waits_for(training, monkeypatch):
-    monkeypatch.setattr(lanes, "ThreadPoolExecutor", WaitingThread)
-    monkeypatch.setattr(Stream, "wait_event", lambda self, event: None)
-    lane, target = ThreadLane(torch.device("cpu")), torch.zeros(4)
-    lane._copies = InterruptedDeque()
-    with pytest.raises(KeyboardInterrupt):
-        lane.copy(torch.ones(4), target, PART)
-    assert target.tolist() == [1.0] * 4
-
-
 @pytest.fixture
 def partitions(training):
     """Of one parameter of 4 elements whose gradient comes down by a thread."""
@@ -210,47 +156,3 @@ def test_a_failed_copy_refuses_the_step_and_not_those_behind_it(partitions, trai
     make(training)
     partitions.arrive()
     assert partitions.gradients.grads[0].tolist() == [1.0] * 4
-
-
-def test_a_failed_copy_holds_up_no_end(partitions, monkeypatch):
-    def fail(self, event):
-        raise RuntimeError("no memory")
-
-    monkeypatch.setattr(Stream, "wait_event", fail)
-    send(partitions)
-    partitions.end()
-    assert not partitions._finalizer.alive
-
-
-def test_an_end_on_the_thread_that_copies_has_an_end(partitions, training, monkeypatch):
-    """Garbage is collected on any thread, so there too."""
-    ended = threading.Event()
-    finalizer = partitions._finalizer
-
-    def collect(self, event):
-        finalizer()
-        ended.set()
-
-    monkeypatch.setattr(Stream, "wait_event", collect)
-    send(partitions)
-    assert ended.wait(PATIENCE)
-
-
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_forked_child_is_refused_and_ends(partitions, training):
-    send(partitions)
-    child = os.fork()
-    if child == 0:
-        signal.alarm(int(PATIENCE))
-        code = 1
-        try:
-            for call in (partitions.arrive, partitions.drop, lambda: send(partitions)):
-                with pytest.raises(ValueError, match="a thread of process"):
-                    call()
-            partitions._finalizer()
-            code = 0
-        finally:
-            os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    make(training)
-    partitions.arrive()

@@ -12,8 +12,8 @@ PROGRAM_TIMEOUT = 240
 pytestmark = pytest.mark.timeout(PROGRAM_TIMEOUT + 30)
 
 READERS = [
-    *("forward", "evaluation", "gathered", "partition", "flat", "memory", "numpy", "data"),
-    *("master", "local master", "moment", "state", "state dict", "16 bits"),
+    *("forward", "evaluation", "gathered", "partition", "flat", "numpy", "data"),
+    *("master", "moment", "state", "state dict", "16 bits"),
     *("persistent", "persistent data"),
 ]
 
@@ -36,26 +36,10 @@ def test_a_reader_waits(runs, reader):
     assert torch.equal(found, expected)
 
 
-def test_all_readers_are_named(runs):
-    assert sorted(runs["late"]) == sorted(READERS)
-
-
-@pytest.mark.parametrize("reader", [name for name in READERS if "persistent" not in name])
-def test_what_does_not_wait_is_stale(runs, reader):
-    found, was_late = runs["stale"][reader]
-    expected, _ = runs["in time"][reader]
-    assert was_late
-    assert not torch.equal(found, expected)
-
-
 @pytest.mark.parametrize(
     ("name", "is_late"),
     [
-        *((name, True) for name in ("bf16", "sub-groups", "persistent", "all persistent")),
-        *(
-            (name, True)
-            for name in ("large", "large, q8", "accumulated", "q8", "clipped", "fp16", "torch's")
-        ),
+        *((name, True) for name in ("sub-groups", "persistent", "all persistent", "accumulated")),
         *((name, False) for name in ("fp32", "gate of the step", "breakdown")),
     ],
 )
@@ -105,18 +89,10 @@ def test_zero_2_on_one_rank_waits(runs, name):
     assert torch.equal(found, expected)
 
 
-def test_masters_are_given_out_when_the_step_has_ended(runs):
-    assert runs["given out"] == (True, False, 1)
-
-
 def test_states_go_to_host_memory_and_back(runs):
     (losses, weights), (expected_losses, expected) = runs["moved"]
     assert losses == expected_losses
     assert_all_equal(weights, expected)
-    # What is there already is not moved, as DeepSpeed has it.
-    ours, theirs = runs["not moved"]
-    assert ours == theirs
-    assert "not supported for offloaded parameters" in ours
 
 
 @pytest.fixture(scope="module")
@@ -170,41 +146,19 @@ def test_ranks_that_gather_in_the_step_do_not_wait_for_one_that_has_failed(ranks
     assert len(first) == len(second) == 6
 
 
-@pytest.mark.parametrize(
-    ("gate", "name"),
-    [(gate, name) for gate in ("module", "step") for name in ("ZeRO-2", "ZeRO-3")]
-    + [("zenflow", None)],
-)
-def test_a_rank_that_cannot_step_ends_the_step_of_the_others_and_they_go_on(ranks, gate, name):
+@pytest.mark.parametrize("name", ["ZeRO-2", "ZeRO-3", "ZenFlow"])
+def test_a_rank_that_cannot_step_ends_the_step_of_the_others_and_they_go_on(ranks, name):
     for rank, result in enumerate(ranks):
-        of_gate = result["refused", gate]
-        found, (expected, *runs) = of_gate if name is None else of_gate[name]
+        found, (expected, *runs) = result["refused"][name]
         others = f"OSError: rank {1 - rank} cannot take this step, so none"
         assert found[0].startswith(others if rank == 0 else "ValueError: refused")
         assert found[1].startswith(others if rank == 1 else "ValueError: refused")
         assert found[2:] == ["ValueError: refused"]
-        if gate == "zenflow":
+        if name == "ZenFlow":
             # What was deferred is applied then, and the step after that is exact.
             expected = runs[0]
         for run in runs:
             assert_all_equal(run, expected)
-
-
-def test_a_rank_that_fails_between_two_sums_ends_the_step_of_the_others(ranks):
-    for rank, result in enumerate(ranks):
-        for found, (expected, *runs) in result["failed behind the first sum"].values():
-            others = f"OSError: rank {1 - rank} cannot take this step, so none"
-            assert found[0].startswith(others if rank == 0 else "OSError: a copy")
-            assert found[1].startswith(others if rank == 1 else "OSError: a copy")
-            assert found[2:] == ["OSError: a copy"]
-            for run in runs:
-                assert_all_equal(run, expected)
-
-
-def test_what_two_ranks_do_not_wait_for_is_stale(ranks):
-    for rank in ranks:
-        for name, losses in rank["unguarded"].items():
-            assert losses != rank[name, "step"][0][: len(losses)]
 
 
 def tensors(found):

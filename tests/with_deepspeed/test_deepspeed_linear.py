@@ -104,13 +104,6 @@ def test_a_weight_that_is_partitioned_is_gathered_for_the_backward(functions, fa
     assert weight.calls == ("gather", "partition")
 
 
-def test_what_transforms_functions_gets_deepspeeds(functions):
-    _, ours = functions
-    weight, inputs = torch.randn(4, 5), torch.randn(6, 2, 5)
-    found = torch.func.vmap(ours, in_dims=(0, None))(inputs, weight)
-    assert torch.equal(found, torch.stack([each @ weight.t() for each in inputs]))
-
-
 def checkpointed(function, tensors, needs):
     """As `computed`, within an activation checkpoint; and the names of the graph's nodes."""
     leaves = [each.clone().requires_grad_(need) for each, need in zip(tensors, needs, strict=True)]
@@ -142,12 +135,3 @@ def test_in_a_checkpoint_layers_have_the_bits_of_deepspeeds(functions, shape, ha
             assert [each.stride() for each in ours] == [each.stride() for each in theirs]
             is_torchs = dtype == torch.bfloat16 and not has_bias
             assert is_torchs != any("LinearFunction" in kind for kind in kinds)
-
-
-def test_autocast_in_a_checkpoint_has_no_layer_of_torch(functions):
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        _, kinds = checkpointed(functions[1], operands((3, 5), has_bias=False), [True] * 2)
-        tensors = operands((3, 5), has_bias=False, dtype=torch.bfloat16)
-        _, halves = checkpointed(functions[1], tensors, [True] * 2)
-    assert len(kinds) == len(halves) == 2
-    assert all("LinearFunction" in kind for kind in kinds + halves)

@@ -1,6 +1,6 @@
 """DeepSpeed's native ops over the core, without DeepSpeed.
 
-Arithmetic, checks, steps of an optimizer.
+Arithmetic and checks. `test_deepspeed_register` has steps of DeepSpeedCPUAdam.
 """
 
 import math
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from deepspeed_tensors import HYPER, OPTIMIZER, assert_unchanged, tensors, update
-from stepwell.deepspeed.native import adam, cpu_adam, fused_adam, step_guard
+from stepwell.deepspeed.native import adam, cpu_adam, fused_adam
 
 # One fp32 rounding of each of p, m and v per step, and ours of the bias corrections against
 # torch's.
@@ -76,17 +76,6 @@ def test_update_is_adam(dtype, moments, decoupled, bias_correction):
     assert update(7, quad, bias_correction=bias_correction) == 0
     for ours, theirs in zip(quad, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=ULP_RTOL[ours.dtype], atol=FP32_ATOL)
-
-
-def test_numbers_may_be_ints_and_tensors():
-    one, other = tensors(), tensors()
-    update(torch.tensor(1.0), one, lr=1, weight_decay=0, eps=1, bias_correction=1)
-    update(1, other, lr=torch.tensor(1.0), weight_decay=0.0, eps=1.0, bias_correction=True)
-    assert_unchanged(one, other)
-
-
-def test_empty_tensors_are_stepped():
-    assert update(1, tensors(numel=0)) == 0
 
 
 @pytest.mark.parametrize("index", [0, 2, 3])
@@ -186,88 +175,3 @@ def test_fused_is_all_or_nothing():
     quads[2][1][0] = math.inf
     with refused_and_unchanged([tensor for quad in quads for tensor in quad], "not finite"):
         step(quads)
-
-
-# ---- steps of an optimizer ----
-
-
-class CountingFirst(torch.optim.Optimizer):
-    """Counts before it updates, as DeepSpeedCPUAdam does."""
-
-    def __init__(self, params):
-        super().__init__(params, {"lr": 1e-3})
-        self.fails_at = None
-
-    @step_guard.whole
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for index, param in enumerate(group["params"]):
-                state = self.state[param]
-                if not state:
-                    state |= {
-                        "step": 0,
-                        "exp_avg": torch.zeros_like(param),
-                        "exp_avg_sq": torch.zeros_like(param),
-                    }
-                state["step"] += 1
-                if index == self.fails_at:
-                    raise KeyboardInterrupt
-                update(
-                    state["step"],
-                    [param.detach(), param.grad, state["exp_avg"], state["exp_avg_sq"]],
-                )
-
-
-def counting_first(num_params=3):
-    params = [torch.nn.Parameter(tensors(seed=seed)[0]) for seed in range(num_params)]
-    for seed, param in enumerate(params):
-        param.grad = tensors(seed=seed)[1]
-    return CountingFirst(params), params
-
-
-def test_a_step_with_one_bad_gradient_updates_and_counts_nothing():
-    optimizer, params = counting_first()
-    optimizer.step()
-    good = params[2].grad.clone()
-    params[2].grad[7] = math.nan
-    values = [
-        tensor for p in params for tensor in (p.detach(), *list(optimizer.state[p].values())[1:])
-    ]
-    with refused_and_unchanged(values, "not finite"):
-        optimizer.step()
-    assert [optimizer.state[param]["step"] for param in params] == [1, 1, 1]
-    params[2].grad = good
-    optimizer.state[params[2]]["exp_avg"] = torch.zeros(1000, dtype=torch.float16)
-    with refused_and_unchanged(values, "the moments of a"):
-        optimizer.step()
-    assert [optimizer.state[param]["step"] for param in params] == [1, 1, 1]
-
-
-@pytest.mark.parametrize("steps_before", [0, 1])
-def test_an_interrupted_step_counts_what_was_applied(steps_before):
-    optimizer, params = counting_first()
-    for _ in range(steps_before):
-        optimizer.step()
-    optimizer.fails_at = 1
-    with pytest.raises(KeyboardInterrupt):
-        optimizer.step()
-    steps = [
-        optimizer.state[param].get("step", 0) if param in optimizer.state else 0 for param in params
-    ]
-    assert steps == [steps_before + 1, steps_before, steps_before]
-
-
-def test_the_closure_of_a_step_is_called_once_before_the_check():
-    optimizer, params = counting_first(1)
-    calls = []
-
-    def closure():
-        calls.append(torch.is_grad_enabled())
-        params[0].grad = torch.full((1000,), math.inf if len(calls) == 2 else 1.0)
-        return 42.0
-
-    assert optimizer.step(closure) == 42.0
-    assert calls == [True]
-    with pytest.raises(ValueError, match="not finite"):
-        optimizer.step(closure=closure)
-    assert calls == [True, True]

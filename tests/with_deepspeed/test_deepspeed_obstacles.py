@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from deepspeed_stand_ins import Engine, PipelineModule, offload, planned, stand_in
-from stepwell.deepspeed import fingerprints
 
 
 @pytest.fixture(autouse=True)
@@ -113,23 +112,6 @@ def test_each_obstacle_is_told_with_what_steps_instead(name):
     assert ("without effect in the block" in found.warning) == (name == "off")
 
 
-def test_without_zero_nothing_is_offloaded(deepspeed):
-    deepspeed.accelerator = "cpu"
-    found = planned(Engine(zero_optimization_stage=0), is_zero=False)
-    (told,) = found.reasons
-    assert told == "zero_optimization.stage is `0`, at which DeepSpeed offloads nothing"
-    assert "What steps: DeepSpeed without ZeRO, on Stepwell's kernels" in found.warning
-    deepspeed.accelerator = "cuda"
-    reasons = planned(Engine(zero_optimization_stage=0), is_zero=False).reasons
-    assert reasons == ("optimizer state is on `cuda`", told)
-
-
-def test_a_user_who_has_turned_the_engine_off_knows():
-    found = planned(Engine(block={"engine": False}))
-    assert found.zero_class is None
-    assert found.warning is None
-
-
 @pytest.mark.parametrize("block", [{}, {"zenflow": False}, {"engine": False}], ids=str)
 def test_that_deepspeeds_zenflow_shuffles_a_model_is_told(block):
     def told(release, **changed):
@@ -172,17 +154,6 @@ def test_what_only_older_releases_have_of_zero_3_keeps_deepspeeds_path(key, valu
     engine = Engine()
     setattr(engine._config.zero_config, key, value)
     assert planned(engine).reasons == ()
-
-
-def test_another_version_is_advised_to_be_the_tested_one():
-    found = planned(Engine(), unfit="`step` is another")
-    assert f"pip install 'deepspeed=={fingerprints.releases()[-1]}'" in found.warning
-
-
-def test_all_obstacles_are_told():
-    found = planned(Engine(zenflow=True, is_deepcompile_enabled=True))
-    assert len(found.reasons) == 2
-    assert "; ".join(found.reasons) in found.warning
 
 
 @pytest.mark.parametrize(

@@ -40,26 +40,16 @@ def paths(runs):
         "clipped",
         "fp32",
         "Adam",
-        "overlap_comm",
         "accumulated",
         "accumulated on the device",
         "accumulated, ZeRO-1",
         "fp32 sums",
         "fp32 sums, ZeRO-1",
-        "aligned",
-        "gate step",
-        "one thread",
-        "StepwellAdam",
         "q8",
-        "bf16 moments",
-        "split",
-        "wide",
         "ZeRO-3",
-        "ZeRO-3, fp32",
         "ZeRO-3, accumulated",
         "ZeRO-3, accumulated on the device",
         "ZeRO-3, fp32 sums",
-        "ZeRO-3, q8",
         "autocast",
         "ZeRO-3, autocast",
     ],
@@ -96,11 +86,9 @@ def test_runs_differ_where_they_should(paths):
         for name, runs in paths.items()
         if not name.startswith(("waits", "held"))
     }
-    assert (
-        ours["ZeRO-2"] == ours["ZeRO-1"] == ours["gate step"] == ours["one thread"] == ours["split"]
-    )
+    assert ours["ZeRO-2"] == ours["ZeRO-1"]
     for one, other in itertools.combinations(
-        ("ZeRO-2", "clipped", "Adam", "q8", "bf16 moments", "accumulated", "autocast", "fp32"), 2
+        ("ZeRO-2", "clipped", "Adam", "q8", "accumulated", "autocast", "fp32"), 2
     ):
         assert ours[one] != ours[other]
     is_same = ours["accumulated, ZeRO-1"] == ours["fp32 sums, ZeRO-1"]
@@ -167,7 +155,6 @@ def test_gradients_are_unscaled_by_the_scale_that_they_have(fp16, name):
     "name",
     [
         "nonfinite, bf16",
-        "nonfinite, fp32",
         "nonfinite, accumulated",
         "nonfinite, accumulated on the host",
         "nonfinite, ZeRO-3",

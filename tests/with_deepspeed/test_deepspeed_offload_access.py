@@ -1,7 +1,6 @@
-"""ZeRO on the offload engine: what others read and write, and checkpoints."""
+"""ZeRO on the offload engine: unusual numbers of backwards, and checkpoints of either path."""
 
 import itertools
-import math
 
 import deepspeed_run
 import pytest
@@ -20,44 +19,12 @@ def runs(tmp_path_factory):
     )
 
 
-# ---- what others read and write ----
+# ---- backwards ----
 
 
 @pytest.fixture
 def access(runs):
     return runs["access"]
-
-
-def test_safe_get_and_set(access):
-    grad, expected = access["grad"]
-    assert torch.equal(grad, expected)
-    assert (access["set grad"] == 1).all()
-    torch.testing.assert_close(access["exp_avg"], torch.full_like(access["exp_avg"], 0.1))
-    master, (flat,) = access["master"]
-    assert torch.equal(master.flatten(), flat[-master.numel() :])
-    assert not access["set"].any()
-    assert access["set nan"] == (True, 1)
-
-
-def test_safe_get_and_set_under_zero_3(access):
-    grad, doubled, local = access["ZeRO-3 grad"]
-    assert grad.any()
-    assert torch.equal(doubled, 2 * grad)
-    assert torch.equal(local, doubled.flatten())
-    moment, norm, numel = access["ZeRO-3 set"]
-    # Clipped by the norm of what was set.
-    assert norm > 7 * numel**0.5
-    torch.testing.assert_close(
-        moment, torch.full_like(moment, float(0.1 * 7 * 1e-3 / norm)), rtol=1e-3, atol=0
-    )
-
-
-def test_reading_at_once_after_a_step(access):
-    weight, flat = access["state_dict"]
-    assert torch.equal(weight.flatten(), flat[-weight.numel() :].bfloat16())
-    first, second = access["eval"]
-    assert first == second
-    assert math.isfinite(access["reloaded"][0])
 
 
 def test_gradients_of_every_backward_are_applied_once(access):

@@ -66,25 +66,6 @@ def test_ranks_are_rounded_independently(monkeypatch):
     assert not torch.equal(*states)
 
 
-def test_the_parameters_of_the_model_may_be_anywhere():
-    model = torch.nn.Linear(4, 4, device="meta")
-    empty = torch.nn.Parameter(torch.empty(0))
-    optimizer = StepwellAdamW([*model.parameters(), empty], lr=1)
-    with pytest.raises(ValueError, match="`moments` is set for a parameter group"):
-        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))], "moments": "q8"})
-    with pytest.raises(ValueError, match=r"`lr` of group 1 is `-1\.0`"):
-        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))], "lr": -1})
-    # What is stepped must be in host memory, and is checked then.
-    model.weight.grad = torch.zeros(4, 4, device="meta")
-    with pytest.raises(ValueError, match="is on `meta`"):
-        optimizer.step()
-
-
-def test_fp32_optimizer_states_is_what_deepspeed_asks_for():
-    assert StepwellAdamW([flat()]).fp32_optimizer_states
-    assert not StepwellAdam([flat()], moments="q8").fp32_optimizer_states
-
-
 @pytest.mark.parametrize("moments", ["fp32", "bf16", "q8"])
 def test_state_dicts_resume_to_the_bit_and_are_read_by_plain_names(moments):
     params = [flat(seed) for seed in range(2)]
@@ -145,14 +126,6 @@ def test_coded_moments_keep_the_decay_that_the_json_asks_for(name, params, cls):
         assert optimizer_type._type_with_moments(engine(name, params, moments=plain)) is None
 
 
-def test_keywords_are_those_of_the_json():
-    params = {"lr": 0.1, "adam_w_mode": False, "torch_adam": True, "foreach": True}
-    found = optimizer_type._keywords(engine("adam", params), "StepwellAdam")
-    assert found == {"lr": 0.1, "moments": "q8"}
-    assert params["adam_w_mode"] is False
-    assert optimizer_type._keywords(engine("adamw", None), "StepwellAdamW") == {"moments": "q8"}
-
-
 @pytest.mark.parametrize(
     ("name", "params", "options", "said"),
     [
@@ -170,11 +143,3 @@ def test_keywords_are_those_of_the_json():
 def test_keywords_that_contradict_are_refused(name, params, options, said):
     with pytest.raises(ValueError, match=said):
         optimizer_type._keywords(engine(name, params, **options), "StepwellAdamW")
-
-
-@pytest.mark.parametrize(("params", "expected"), [({}, "bf16"), ({"moments": "q8"}, "q8")])
-def test_16_bit_states_are_asked_for_by_deepspeeds_key_too(params, expected):
-    asked = engine("stepwelladamw", params, moments=None, has_bf16_states=True)
-    assert optimizer_type._keywords(asked, "StepwellAdamW") == {"moments": expected}
-    without = engine("stepwelladamw", {"moments": "fp32"}, moments=None)
-    assert optimizer_type._keywords(without, "StepwellAdamW") == {"moments": "fp32"}

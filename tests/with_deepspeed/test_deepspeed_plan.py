@@ -9,9 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from deepspeed_stand_ins import Engine, nvme, offload, ours, planned, stand_in
-from stepwell.deepspeed.case import device_of
-from stepwell.deepspeed.options import Options, options_of
-from stepwell.deepspeed.plan import inference_plan
+from stepwell.deepspeed.options import options_of
 from stepwell.store.volume import Volume
 
 
@@ -64,14 +62,6 @@ def test_offloaded_weights_are_fetched_by_stepwell_on_one_rank(deepspeed):
     found = planned(Engine(**offloaded), unfetched="they differ")
     assert (found.zero_class, found.fetch) == ("OffloadZeroOptimizerStage3", "deepspeed")
     assert "DeepSpeed's hooks fetch weights: they differ" in found.warning
-
-
-@pytest.mark.parametrize("changed", [{}, {"zero_offload_param": offload("cpu")}])
-def test_several_ranks_gather_by_hooks_of_stepwell(deepspeed, changed):
-    deepspeed.world_size = 2
-    changed = {"zero_optimization_stage": 3} | changed
-    assert planned(Engine(**changed)).fetch == "stepwell"
-    assert planned(Engine(**changed, block={"fetch": "deepspeed"})).fetch == "deepspeed"
 
 
 @pytest.mark.parametrize(
@@ -231,14 +221,6 @@ def test_state_that_deepspeed_does_not_put_on_nvme_is_told():
     assert "DeepSpeed's NVMe swapper, on Stepwell's kernels" in found.warning
 
 
-@pytest.mark.parametrize(("pin", "is_pinned"), [(None, True), (True, True), (False, False)])
-def test_pinning_is_what_the_json_says(pin, is_pinned):
-    block = {} if pin is None else {"pin_memory": pin}
-    json = {"zero_optimization": {"offload_optimizer": block}}
-    assert planned(Engine(json=json)).is_pinned == is_pinned
-    assert planned(Engine(json={"zero_optimization": "auto"})).is_pinned
-
-
 @pytest.mark.parametrize("key", ["bf16", "bfloat16"])
 def test_propagation_is_what_the_json_says(key):
     json = {key: {"check_grad_overflow": False}}
@@ -314,44 +296,12 @@ def test_moments_are_the_optimizer_s():
 
 
 @pytest.mark.parametrize(
-    "block",
-    [
-        {},
-        {"engine": False},
-        {"moments": "bf16", "gate": "step", "accumulate": "device", "threads": 1},
-        {"threads": None, "host_bytes_max": None, "moments": None},
-        {"host_bytes_max": 0},
-    ],
-)
-def test_a_block_says_what_it_says(block):
-    found = options_of(Engine(block=block))
-    assert found == Options(**block)
-    assert inference_plan(Engine(block=block)).options == found
-
-
-@pytest.mark.parametrize(
     ("block", "said"),
     [
         ([], r"`stepwell` is `\[\]`, expected a block(.|\n)*hint"),
         ({"b": 1, "a": 2, "gate": "step"}, "`a, b` in the block `stepwell`"),
-        ({"engine": 1}, "`stepwell.engine` is `1`"),
-        ({"moments": "fp8"}, "`stepwell.moments` is `fp8`"),
-        ({"gate": None}, "`stepwell.gate` is `None`"),
-        ({"accumulate": "gpu"}, "`stepwell.accumulate` is `gpu`"),
-        ({"threads": 0}, "`stepwell.threads` is `0`"),
-        ({"threads": True}, "`stepwell.threads` is `True`"),
-        ({"threads": 1.0}, r"`stepwell.threads` is `1\.0`"),
-        ({"host_bytes_max": True}, "`stepwell.host_bytes_max` is `True`"),
-        ({"host_bytes_max": 1e9}, "`stepwell.host_bytes_max` is `1000000000.0`"),
     ],
 )
 def test_a_block_that_cannot_be_understood_is_refused(block, said):
     with pytest.raises(ValueError, match=said):
         options_of(Engine(block=block))
-
-
-def test_devices():
-    assert device_of(None) is None
-    assert device_of(offload("none")) is None
-    assert device_of(offload("cpu")) == "cpu"
-    assert device_of(offload(SimpleNamespace(value="nvme"))) == "nvme"

@@ -4,15 +4,12 @@ import copy
 import errno
 import gc
 import os
-import threading
-import time
 
 import pytest
 import stepwell
 import torch
 from stepwell.access import writes
 from stepwell.access.writes import Written
-from stepwell.deepspeed.zero.mapped import MappedState
 from stepwell.store.volume import Volume
 from swapped_partitions import (
     BF16,
@@ -270,25 +267,6 @@ def looked_at_a_part(run):
 def test_a_look_of_another_thread_before_the_submit(volume, look):
     run, expected = Run(volume).steps(2), Run().steps(3)
     run.step(2, before_submit=lambda: look(run))
-    assert {type(each) for each in tensors_of(run)} == {Written}
-    assert_same(run, expected)
-
-
-def test_a_step_begins_behind_a_look_that_is_under_way(volume, monkeypatch):
-    run, expected = Run(volume).steps(2), Run().steps(3)
-    has_read, bring = threading.Event(), MappedState.bring
-
-    def brought(*args):
-        bring(*args)
-        has_read.set()
-        time.sleep(0.5)
-
-    monkeypatch.setattr(MappedState, "bring", brought)
-    look = threading.Thread(target=looked, args=[run])
-    look.start()
-    assert has_read.wait(60)
-    run.step(2)
-    look.join()
     assert {type(each) for each in tensors_of(run)} == {Written}
     assert_same(run, expected)
 

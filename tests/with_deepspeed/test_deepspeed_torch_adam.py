@@ -3,7 +3,6 @@
 import deepspeed_run
 import pytest
 import torch
-from deepspeed_asserts import assert_same_partitions
 from deepspeed_engines import LR
 
 PROGRAM_TIMEOUT = 150
@@ -74,19 +73,6 @@ def test_runs_differ_where_they_should(paths):
     assert paths["torch_adam, q8"] == "StepwellAdamW"
 
 
-@pytest.mark.parametrize("name", ["ZeRO-1", "ZeRO-2", "ZeRO-3"])
-def test_it_is_the_arithmetic_of_deepspeeds(paths, name):
-    ours, theirs = paths[name][0], paths[f"DeepSpeedCPUAdam, {name}"]
-    assert theirs["base"] == "DeepSpeedCPUAdam"
-    assert ours["losses"] == theirs["losses"]
-    for (flat, state), (other, other_state) in zip(
-        ours["partitions"], theirs["partitions"], strict=True
-    ):
-        assert torch.equal(flat, other)
-        assert torch.equal(state["exp_avg"], other_state["exp_avg"])
-        assert torch.equal(state["exp_avg_sq"], other_state["exp_avg_sq"])
-
-
 def test_schedulers_see_the_optimizer_and_its_steps(paths):
     for run in paths["schedule"]:
         assert run["same groups"]
@@ -97,23 +83,8 @@ def test_schedulers_see_the_optimizer_and_its_steps(paths):
 # ---- what keeps DeepSpeed's path ----
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("subclass", "the optimizer is `Own`, a subclass of AdamW that may step differently"),
-        ("amsgrad", "the optimizer is torch's `AdamW` with amsgrad"),
-        ("differentiable", "the optimizer is torch's `AdamW` with differentiable"),
-        ("hooks", "the optimizer `AdamW` has step hooks"),
-        ("replaced", "`step` of the optimizer `AdamW` was replaced"),
-        ("another", "the optimizer is `Adagrad`"),
-    ],
-)
-def test_reasons(runs, name, reason):
-    assert runs["obstacles"][name] == (reason,)
-
-
 def test_deepspeed_forces_its_own_where_the_engine_does_not_step(runs):
-    found = runs["obstacles"]
+    found = runs["forced"]
     assert found["forced"] == found["forced, callable"] == ("OffloadZeroOptimizer", "AdamW")
     assert found["identity"]
     for name in ("forced, off", "forced, callable, off", "forced, amsgrad"):
@@ -125,31 +96,21 @@ def test_deepspeed_forces_its_own_where_the_engine_does_not_step(runs):
     assert found["forced, another"].startswith("ZeRORuntimeException: ")
 
 
-def test_options_that_are_set_later_are_refused(runs):
-    error, before, after = runs["obstacles"]["set later"]
-    assert "`amsgrad` is set for the group of partition 0" in error
-    assert "hint:" in error
-    assert_same_partitions(before, after)
-
-
 # ---- checkpoints ----
 
 
 @pytest.mark.parametrize(
-    ("stage", "saves", "loads"),
+    ("saves", "loads"),
     [
-        (2, "engine", "engine"),
-        (2, "engine", "DeepSpeed"),
-        (2, "DeepSpeed", "engine"),
-        (2, "engine", "DeepSpeedCPUAdam"),
-        (2, "DeepSpeedCPUAdam", "engine"),
-        (3, "engine", "engine"),
-        (3, "engine", "DeepSpeed"),
-        (3, "DeepSpeed", "engine"),
+        ("engine", "engine"),
+        ("engine", "DeepSpeed"),
+        ("DeepSpeed", "engine"),
+        ("engine", "DeepSpeedCPUAdam"),
+        ("DeepSpeedCPUAdam", "engine"),
     ],
 )
-def test_checkpoints_go_both_ways(runs, stage, saves, loads):
-    (losses, after), (resumed, partitions) = runs["checkpoints"][stage, saves, loads]
+def test_checkpoints_go_both_ways(runs, saves, loads):
+    (losses, after), (resumed, partitions) = runs["checkpoints"][saves, loads]
     if "DeepSpeed" in (saves, loads):
         assert_close(resumed, losses, RTOL["bf16"])
     else:

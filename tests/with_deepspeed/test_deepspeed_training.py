@@ -1,9 +1,7 @@
-"""Training under DeepSpeed on Stepwell: ZeRO-1/2/3, the precisions, two ranks.
+"""Training under DeepSpeed on Stepwell beside torch: optimizers, precisions, two ranks.
 
 Nothing may be compiled.
 """
-
-import itertools
 
 import deepspeed_engines
 import deepspeed_run
@@ -32,24 +30,7 @@ def assert_same_curve(run, expected, rtol=ROUNDING_RTOL):
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=rtol, atol=0)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_llama_follows_torch(curves, stage):
-    assert curves["torch llama"][-1] < 0.9 * curves["torch llama"][0]
-    assert_same_curve(curves[f"llama ZeRO-{stage}"], curves["torch llama"])
-    assert curves[f"llama ZeRO-{stage}"]["optimizer"] == "DeepSpeedCPUAdam"
-
-
-def test_clipped_llama_follows_torch(curves):
-    assert curves["torch llama, clipped"][-1] != curves["torch llama"][-1]
-    assert_same_curve(curves["llama, clipped"], curves["torch llama, clipped"])
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_perceptron_follows_torch(curves, stage):
-    assert_same_curve(curves[f"ZeRO-{stage}"], curves["torch"])
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [2, 3])
 def test_both_optimizers_take_the_same_steps(curves, stage):
     theirs, ours = curves[f"ZeRO-{stage}"], curves[f"StepwellAdamW ZeRO-{stage}"]
     assert ours["optimizer"] == "StepwellAdamW"
@@ -60,11 +41,6 @@ def test_both_optimizers_take_the_same_steps(curves, stage):
         assert torch.equal(flat, other)
         assert torch.equal(state["exp_avg_sq"], other_state["exp_avg_sq"])
         assert int(state["step"]) == other_state["step"] == deepspeed_engines.STEPS
-
-
-def test_sub_groups_take_the_same_steps(curves):
-    assert len(curves["sub-groups"]["partitions"]) > 1
-    assert curves["sub-groups"]["losses"] == curves["ZeRO-3"]["losses"]
 
 
 def test_adam_follows_torch(curves):
@@ -91,12 +67,6 @@ def test_codecs(curves, moments):
     assert_same_curve(run, curves["torch"], CODEC_RTOL[moments])
     state = run["partitions"][0][1]
     assert "exp_avg_codes" in state if moments == "q8" else state["exp_avg"].dtype == torch.bfloat16
-
-
-def test_groups_of_a_model_are_partitions_of_their_own(curves):
-    first, second = (state for _, state in curves["two groups"]["partitions"])
-    assert int(first["step"]) == int(second["step"]) == deepspeed_engines.STEPS
-    assert_same_curve(curves["two groups"], curves["torch"], CODEC_RTOL["q8"])
 
 
 def test_bf16_with_fp32_masters(curves):
@@ -130,31 +100,7 @@ def test_bf16_optimizer_states(curves, optimizer, stage):
     assert_same_curve(run, curves["bf16"]["losses"], BF16_RTOL)
 
 
-# ---- fp16 ----
-
-
-@pytest.fixture(scope="module")
-def fp16(tmp_path_factory):
-    return deepspeed_run.run("fp16", tmp_path_factory.mktemp("fp16"), timeout=PROGRAM_TIMEOUT)
-
-
-@pytest.mark.parametrize("optimizer", ["AdamW", "StepwellAdamW"])
-@pytest.mark.parametrize(("stage", "masters"), [(2, False), (3, False), (2, True)])
-def test_fp16_with_dynamic_loss_scale(fp16, optimizer, stage, masters):
-    steps = fp16[f"{optimizer}, ZeRO-{stage}, masters {masters}"]
-    overflows = [step["overflow"] for step in steps]
-    assert overflows[0] and not overflows[-1]
-    count = 0
-    for step, following in itertools.pairwise(steps):
-        assert following["scale"] == step["scale"] / (2 if step["overflow"] else 1)
-    for step in steps:
-        count += not step["overflow"]
-        assert step["changed"] != step["overflow"]
-        assert set(step["counts"]) == {count}
-    assert steps[-1]["loss"] < steps[0]["loss"]
-
-
-# ---- ranks, refusals ----
+# ---- ranks ----
 
 
 def test_two_ranks_follow_torch(tmp_path):
@@ -168,31 +114,10 @@ def test_two_ranks_follow_torch(tmp_path):
     expected = ranks[0]["torch"]
     # As for losses; an element near 0 is as far off as its neighbours.
     torch.testing.assert_close(flat("AdamW"), expected, rtol=1e-4, atol=1e-5)
-    assert torch.equal(flat("fp32"), flat("AdamW"))
     assert (flat("q8") - expected).abs().mean() < CODEC_RTOL[
         "q8"
     ] * deepspeed_engines.LR * deepspeed_engines.STEPS
-    assert not torch.equal(flat("q8"), flat("fp32"))
+    assert not torch.equal(flat("q8"), flat("AdamW"))
     # Also of parameters that lie in the other rank's partition: no rank goes on alone.
     for rank in ranks:
         assert all("`exp_avg` is held in codes" in said for said in rank["set in codes"])
-
-
-def test_configurations_that_cannot_work_are_refused(tmp_path):
-    raised = deepspeed_run.run("refusals", tmp_path, timeout=PROGRAM_TIMEOUT)
-    expected = {
-        "zenflow": "zero_optimization.zenflow is on",
-        "super_offload": "offload_optimizer.super_offload",
-        "nvme": "`/proc/none`, expected a folder or a block device that exists",
-        "ratio": "offload_optimizer.ratio is `0.5`",
-        "elastic": "elastic_checkpoint",
-        "unknown": "`adam_w_mode`",
-        "moments": "`moments` is `fp8`",
-        "max_grad_norm": "`max_grad_norm`",
-        "client": "`/proc/none`, expected a folder or a block device that exists",
-        "states": "bf16.bf16_optimizer_states is set",
-    }
-    assert raised.keys() == expected.keys()
-    for name, part in expected.items():
-        assert raised[name].startswith("ValueError: "), raised[name]
-        assert part in raised[name]

@@ -1,7 +1,5 @@
 """ZenFlow on the offload engine: each gradient once; looks and checkpoints see all updates."""
 
-import signal
-
 import deepspeed_run
 import pytest
 import torch
@@ -66,7 +64,13 @@ def test_every_look_sees_all_updates(one_rank):
     assert one_rank["exact after a look"]
     assert one_rank["late"]
     assert one_rank["master"]
+    assert one_rank["moment"]
     assert not one_rank["late after a look"]
+
+
+def test_the_end_of_an_engine_applies_all_updates(one_rank):
+    drained, ended = one_rank["ended"]
+    assert all(map(torch.equal, drained, ended))
 
 
 def test_gradients_are_read_before_the_step_only(one_rank):
@@ -81,10 +85,6 @@ def test_warming_up_is_exact(one_rank):
     assert_same_partitions(at_end, expected)
 
 
-def test_coded_moments_are_refused(one_rank):
-    assert "moments of `StepwellAdamW` are not fp32" in one_rank["q8"]
-
-
 @pytest.fixture(scope="module", params=[1, 2])
 def saved(request, tmp_path_factory):
     """What ranks found that have saved and resumed, and what DeepSpeed did without Stepwell."""
@@ -92,7 +92,7 @@ def saved(request, tmp_path_factory):
     options = {"ranks": ranks, "timeout": PROGRAM_TIMEOUT, "folder": str(folder / "saved")}
     found = [
         deepspeed_run.run(program, folder, **options)
-        for program in ("zenflow_stages_save", "zenflow_loads")
+        for program in ("zenflow_saves", "zenflow_loads")
     ]
     return found if ranks > 1 else [[each] for each in found]
 
@@ -103,14 +103,9 @@ def test_a_resumed_run_has_the_bits_of_the_one_that_went_on(saved, stage):
     for found in (each[stage] for each in ranks):
         at_first, _, losses, at_end = found["went on"]
         assert found["late"]
-        for name in ("again", "anew"):
-            assert_same_partitions(found["loaded", name], at_first)
-            assert found["resumed", name][0] == losses
-            assert_same_partitions(found["resumed", name][1], at_end)
-        assert found["looked", "anew"][0] == found["looked", "again"][0]
-        assert_same_partitions(found["looked", "anew"][1], found["looked", "again"][1])
-        # On one rank it applies what is pending.
-        assert (found["looked", "anew"][0] == losses) == (len(ranks) > 1)
+        assert_same_partitions(found["loaded"], at_first)
+        assert found["resumed"][0] == losses
+        assert_same_partitions(found["resumed"][1], at_end)
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -159,24 +154,8 @@ def test_late_weights_of_several_ranks_are_warned_of_and_equal(saved, stage):
     of_state_dict, of_evaluation = ranks[0]["warnings"]
     assert "a state dict of the module" in of_state_dict
     assert "a forward in evaluation mode" in of_evaluation
-    for one, other in zip(ranks[0]["weights"], ranks[1]["weights"], strict=True):
-        assert torch.equal(one, other)
-
-
-def test_a_run_that_is_killed_in_a_turn_is_resumed_with_the_same_bits(tmp_path):
-    found = deepspeed_run.run(
-        "zenflow_killed", tmp_path, timeout=PROGRAM_TIMEOUT, folder=str(tmp_path / "saved")
-    )
-    lines, code = found["killed"]
-    assert code == -signal.SIGKILL
-    assert "saved" in lines
-    assert lines[-1] == "turn begins"
-    # So the checkpoint has applied what was pending.
-    assert found["late"]
-    resumed, straight = found["resumed"], found["went on"]
-    assert_same_partitions(resumed[0], straight[0])
-    assert resumed[1] == straight[1]
-    assert_same_partitions(resumed[2], straight[2])
+    for name in ("weights", "late weights"):
+        assert all(map(torch.equal, ranks[0][name], ranks[1][name]))
 
 
 def test_ranks_apply_every_gradient_once(tmp_path):

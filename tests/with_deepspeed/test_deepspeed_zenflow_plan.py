@@ -6,7 +6,6 @@ import pytest
 import torch
 from deepspeed_stand_ins import Engine, offload, ours, planned, stand_in
 from stepwell.deepspeed.plan import zenflow_plan
-from stepwell.deepspeed.zero import seams
 
 
 @pytest.fixture(autouse=True)
@@ -123,22 +122,3 @@ def test_a_plan_with_zenflow():
     # The user's own choice is not warned of.
     left = Engine(zenflow=True, block={"zenflow": False})
     assert planned(left).warning is None
-
-
-def test_what_is_compiled_later_is_compiled_once_when_it_is_called():
-    compiled = []
-
-    def compiles(**options):
-        def decorate(function):
-            compiled.append((function.__name__, options))
-            return lambda *args, **kwargs: ("compiled", function(*args, **kwargs))
-
-        return decorate
-
-    @seams._compiled_later(compiles)(fullgraph=True)
-    def update(x, *, scale):
-        return x * scale
-
-    assert (compiled, update.__name__) == ([], "update")
-    assert update(2, scale=3) == update(3, scale=2) == ("compiled", 6)
-    assert compiled == [("update", {"fullgraph": True})]

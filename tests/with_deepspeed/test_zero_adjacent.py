@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from stepwell.deepspeed.zero.adjacent import are_adjacent, clones, joined, runs
+from stepwell.deepspeed.zero.adjacent import clones, runs
 from stepwell.deepspeed.zero.fragment import Fragment
 
 
@@ -47,38 +47,6 @@ def test_pieces_that_are_apart_take_no_memory_but_their_own(pieces):
     assert [each.untyped_storage().nbytes() for each in clones(pieces)] == [
         piece.nbytes for piece in pieces
     ]
-
-
-def test_there_may_be_no_pieces():
-    assert clones([]) == []
-
-
-def test_joined_is_a_view_of_both():
-    memory = torch.arange(10.0)
-    first, second = memory[2:5], memory[5:9]
-    assert are_adjacent(first, second)
-    both = joined([first, second])
-    assert torch.equal(both, memory[2:9])
-    both.zero_()
-    assert memory.tolist() == [0, 1, 0, 0, 0, 0, 0, 0, 0, 9]
-
-
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [
-        pytest.param(*[torch.arange(10.0)] * 2, id="the same"),
-        pytest.param(*cut(torch.arange(10.0), [4, 4], gap=1), id="a gap"),
-        pytest.param(*reversed(cut(torch.arange(10.0), [4, 6])), id="the other order"),
-        pytest.param(torch.arange(10.0)[:4], torch.arange(10.0)[4:], id="two memories"),
-        pytest.param(
-            torch.arange(8, dtype=torch.int32)[:4],
-            torch.arange(8, dtype=torch.int32).view(torch.float32)[4:],
-            id="two dtypes",
-        ),
-    ],
-)
-def test_what_is_not_side_by_side_is_not_adjacent(first, second):
-    assert not are_adjacent(first, second)
 
 
 @given(
