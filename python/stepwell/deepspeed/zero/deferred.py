@@ -3,9 +3,8 @@
 This module imports DeepSpeed's optimizer, and is imported late.
 
 A JSON with `zero_optimization.zenflow` gets it (`stepwell.deepspeed.zenflow` has what of that block
-means what). It is the optimizer of `stage_1_2`, but that its partitions are those of
-`deferred_partitions`: an update that is not selected takes effect some steps later, as
-`OffloadAdamW(deferred=...)` has it.
+means what). It is the optimizer of `stage_1_2`, but that its partitions are deferred: an update
+that is not selected takes effect some steps later, as `OffloadAdamW(deferred=...)` has it.
 
 - On one rank whatever looks at a weight before the next forward in training, evaluation and state
   dicts see all updates: what is pending is applied first.
