@@ -319,8 +319,8 @@ def changed():
         PartitionedParameterCoordinator as Theirs,
     )
 
-    reset_step = Theirs.reset_step
-    with mock.patch.object(Theirs, "reset_step", lambda self: reset_step(self)):
+    release = Theirs.release_and_reset_all
+    with mock.patch.object(Theirs, "release_and_reset_all", lambda *args: release(*args)):
         engine = initialize(Model(), offloaded())
         engine.backward(loss_of(engine, next(vectors(1))))
         engine.step()

@@ -124,6 +124,8 @@ def test_metadata_claim_what_is_tested():
     assert f'"deepspeed=={releases[-1]}"' in claims
     page = (ROOT / "docs" / "deepspeed.md").read_text()
     assert f"DeepSpeed {releases[0]} to {releases[-1]}" in page
+    limits = (ROOT / "docs" / "limits.md").read_text()
+    assert f"| DeepSpeed | {releases[0]} to {releases[-1]};" in limits
     (oldest,) = re.findall(r'"torch>=([0-9.]+)"', claims)
     (newest,) = re.findall(r'"torch==([0-9.]+)\.\*"', claims)
     assert f"torch {oldest} and {newest}" in page

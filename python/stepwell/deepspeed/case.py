@@ -248,7 +248,6 @@ class Case(NamedTuple):
 
         zero = self.engine._config.zero_config
         found = {
-            "parameters on NVMe": self.is_param_on_nvme,
             # Weights may be gathered in another dtype.
             "torch_autocast": bool(is_autocast_initialized()),
             # Parameters have partitions in a second group.
@@ -273,8 +272,7 @@ class Case(NamedTuple):
         """What the JSON says to DeepSpeed's own swapper, which does not exist on the engine."""
         zero = ("zero_optimization", "offload_optimizer")
         keys = [key for key in _SWAPPER_KEYS if said(self.engine, *zero, key) is not None]
-        # Parameters may be on its drives as well.
-        has_aio = said(self.engine, "aio") is not None and not self.is_param_on_nvme
+        has_aio = said(self.engine, "aio") is not None
         return [*(f"offload_optimizer.{key}" for key in keys), *(["aio"] if has_aio else [])]
 
     @property

@@ -101,22 +101,6 @@ class Coordinator:
             found += map(self.weight, external.values())
         return found if len(found) < 2 else list(dict.fromkeys(found))
 
-    def is_invalid_trace(self) -> bool:
-        """Whether there is nothing that changed hooks would make invalid: always."""
-        return True
-
-    def reset_step(self) -> None:
-        """A forward of the whole model begins."""
-        self._fetcher.begin_pass()
-
-    def fetch_sub_module(self, module: torch.nn.Module, forward: bool) -> None:
-        """A use of a module begins."""
-        self._fetcher.enter(module, self.weights_of(module), id(module))
-
-    def release_sub_module(self, module: torch.nn.Module, forward: bool = False) -> None:
-        """A use of a module ends."""
-        self._fetcher.leave(self.weights_of(module), id(module))
-
     def release_and_reset_all(self, module: torch.nn.Module) -> None:
         """Frees the weights of a module and of those within it, whatever uses them."""
         self._fetcher.free_all(list(map(self.weight, module.parameters())))

@@ -1,6 +1,6 @@
 """New weights of ZeRO on several ranks, gathered behind the step. Imports no DeepSpeed.
 
-Every rank gathers, in the order of the partitions, as `offload.gathering` has it; what a program
+Every rank gathers, in the order of the partitions, as `ranks.gathering` has it; what a program
 reads waits for what it needs, on its own rank. Under ZeRO-1 and -2 a parameter group is one flat
 tensor, of which each rank steps a part. It is gathered in buckets: the same elements of the parts
 of all ranks at once, since all are stepped at once.

@@ -422,7 +422,6 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
     def step(self, closure: None = None) -> None:
         """Steps all partitions in the background, or skips the step if a gradient is not finite."""
         self.micro_step_id = INITIAL_MICRO_STEP_ID
-        self._offload_accumulated_param_ids: set[int] = set()
         # Not told: the others are still in the backward that this rank has left.
         self._backward.check()
         if self._gathers is not None:
@@ -554,7 +553,6 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         self._partitions.drop()
         self._release_sums()
         self.micro_step_id = INITIAL_MICRO_STEP_ID
-        self._offload_accumulated_param_ids = set()
 
     def _release_sums(self) -> None:
         self.local_overflow = False

@@ -5,13 +5,13 @@ Imports DeepSpeed's, and is imported late.
 What its structure allows: a gradient crosses the bus once, in the dtype that it is reduced in, not
 three times; unscaling, clip, Adam and the new 16-bit weights are one pass over all sub-groups;
 weights go up while later ones are stepped. On several ranks it goes on behind the next forward, and
-what gathers a partition on the device waits for that partition (`offload.writes`). On one rank
+what gathers a partition on the device waits for that partition (`access.writes`). On one rank
 `step()` waits for the end of it: DeepSpeed computes with the partitions.
 
 With `offload_param` partitions of the weights are in DeepSpeed's host memory, from where what a
 module needs is brought to the device. The pass writes them there: 2 bytes per parameter less on the
 bus and in host memory. It goes on behind the next forward. What it writes (weights, masters,
-moments) waits where it is used, each for its own part (`offload.writes`), on any number of ranks.
+moments) waits where it is used, each for its own part (`access.writes`), on any number of ranks.
 
 - Gradients wait where they are until their bucket is reduced (`zero.unreduced`). What the reduction
   leaves of them on this rank is cloned at once (`zero.sub_group_gradients`).
@@ -424,7 +424,6 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         super().zero_grad(set_to_none=True)
         for param_id in self.params_already_reduced:
             self.params_already_reduced[param_id] = False
-        self._offload_boundary_param_ids: set[int] = set()
         # Weights that the backward had gathered.
         self.parameter_offload.release_backward_leftovers()
         self._partition_all_parameters()
@@ -490,9 +489,7 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         self._gradients.collect(fragments, grad_partitions, is_last=is_last)
         accelerator = get_accelerator()
         stream = None if accelerator.is_synchronized_device() else accelerator.current_stream()
-        for param, fragment in zip(params_to_release, fragments, strict=True):
-            if fragment is not None:
-                self._offload_boundary_param_ids.add(param.ds_id)
+        for param in params_to_release:
             if stream is not None and param.grad is not None:
                 param.grad.record_stream(stream)
             param.grad = None
