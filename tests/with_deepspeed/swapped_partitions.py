@@ -6,7 +6,8 @@ from insides import make_partitions_late, runs_of
 from stepwell import _core
 from stepwell.deepspeed.zero.operands import Operands
 from stepwell.deepspeed.zero.partition import Partition
-from stepwell.deepspeed.zero.partitions import Partitions, PartitionWork
+from stepwell.deepspeed.zero.partition_work import PartitionWork
+from stepwell.deepspeed.zero.partitions import Partitions
 from stepwell.deepspeed.zero.swapped import SwappedPartitions
 
 BF16, FP32 = torch.bfloat16, torch.float32

@@ -46,7 +46,8 @@ from stepwell.deepspeed.zero.fragment import Fragment
 from stepwell.deepspeed.zero.gathers import GatheredWeights
 from stepwell.deepspeed.zero.operands import Operands, global_norm, gradient_scale
 from stepwell.deepspeed.zero.partition import Partition, without_data
-from stepwell.deepspeed.zero.partitions import Partitions, PartitionWork
+from stepwell.deepspeed.zero.partition_work import PartitionWork
+from stepwell.deepspeed.zero.partitions import Partitions
 from stepwell.deepspeed.zero.swapped import commit_last_step, swapped_on
 from stepwell.deepspeed.zero.timers import stop_all
 from stepwell.ranks.agreement import Agreement

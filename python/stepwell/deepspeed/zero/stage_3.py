@@ -51,7 +51,8 @@ from stepwell.deepspeed.zero.fragment import Fragment
 from stepwell.deepspeed.zero.gradients import Gradients
 from stepwell.deepspeed.zero.operands import Operands, global_norm, gradient_scale
 from stepwell.deepspeed.zero.partition import Partition, without_data
-from stepwell.deepspeed.zero.partitions import Partitions, PartitionWork
+from stepwell.deepspeed.zero.partition_work import PartitionWork
+from stepwell.deepspeed.zero.partitions import Partitions
 from stepwell.deepspeed.zero.persistent_gate import PersistentGate
 from stepwell.deepspeed.zero.prefetch import bound_prefetch, is_little_ahead
 from stepwell.deepspeed.zero.sub_group_gradients import SubGroupGradients
