@@ -45,6 +45,7 @@ def bind(
     grad: torch.Tensor,
     grad_view: _core.TensorView | None = None,
     piece: torch.Tensor | None,
+    target: int | None = None,
     state: State,
     moments: str,
     rounding: Rounding,
@@ -60,6 +61,7 @@ def bind(
         grad: this rank's piece of the gradient, in one run.
         grad_view: where it is read in host memory; None: where it is.
         piece: what is stepped of the parameter where it is, if that is not all of it.
+        target: as `Store.bind` has it.
         state: which fits `weight`. Its count gets the form that steps can add to.
         moments: how its moments are held.
         rounding: what the rounding follows from.
@@ -96,6 +98,7 @@ def bind(
         state=state,
         parts=[(name, state[name], piece) for name, piece in pieces.items()],
         piece=piece,
+        target=target,
         is_kept=is_kept and piece is None and not write_backs,
         write_backs=write_backs,
     )

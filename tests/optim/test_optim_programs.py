@@ -76,6 +76,8 @@ OPTIONS = st.fixed_dictionaries(
 OFFLOAD_OPTIONS = st.fixed_dictionaries(
     {
         "gate": st.sampled_from(["module", "module", "step"]),
+        # Where weights are in host memory, so are sums, and the model is given.
+        "weights": st.sampled_from(["device", "device", "host"]),
         "accumulate": st.sampled_from(["device", "host"]),
         "accumulation_steps": st.sampled_from([None, None, 1, 2, 3]),
         "clip_norm": st.sampled_from([None, None, 0.5]),
@@ -162,13 +164,15 @@ class Programs(RuleBasedStateMachine):
 
     @property
     def sums_on_host(self):
-        return self.offload_options["accumulate"] == "host"
+        return "host" in (self.offload_options["accumulate"], self.offload_options["weights"])
 
     def made(self, kind, net, groups):
         if kind is stepwell.AdamW:
             return kind(groups, **self.options)
         offload = {**self.offload_options, "threads": 1}
-        model = net if offload.pop("gate") == "module" else None
+        is_given = offload.pop("gate") == "module" or offload["weights"] == "host"
+        model = net if is_given else None
+        offload["accumulate"] = "host" if self.sums_on_host else "device"
         return kind(groups, model=model, **self.options, **offload)
 
     def both(self, act):

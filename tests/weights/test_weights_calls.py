@@ -24,13 +24,17 @@ class Weight:
         self.shape, self.source = param.shape, param.detach().cpu().flatten()
         self.drop()
 
+    def copy(self, source, device):
+        return source.to(device, non_blocking=True)
+
     def put(self, whole):
         self.param.data, self.state = whole, True
 
+    def discard(self):
+        pass
+
     def drop(self):
-        whole, self.state = self.param.data, False
-        self.param.data = whole.new_empty(0)
-        return whole
+        self.param.data, self.state = self.param.data.new_empty(0), False
 
 
 class Model(torch.nn.Module):

@@ -28,7 +28,11 @@ class Weight:
         self.param = SimpleNamespace(requires_grad=True, data=torch.empty(0))
         self.state, self.users = "absent", set()
         self.is_persistent = self.stays = False
+        self.num_discarded = 0
         vars(self).update(changed)
+
+    def discard(self):
+        self.num_discarded += 1
 
     def put(self, whole):
         if self.state == "foreign":
@@ -37,8 +41,7 @@ class Weight:
 
     def drop(self):
         assert not torch.is_inference_mode_enabled()
-        whole, self.param.data, self.state = self.param.data, torch.empty(0), "absent"
-        return whole
+        self.param.data, self.state = torch.empty(0), "absent"
 
 
 class Mark:

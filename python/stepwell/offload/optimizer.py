@@ -35,12 +35,13 @@ from stepwell._sharding import greatest, is_dtensor, local
 from stepwell.access.gate import remove
 from stepwell.access.guard import clear_grads
 from stepwell.access.under_way import wait_for
-from stepwell.offload.options import Accumulate, check_options
+from stepwell.offload.options import Accumulate, Place, check_options
 from stepwell.optim import AdamW, Moments
 from stepwell.store.background import Background
 from stepwell.store.gradients import DeviceCollector
 from stepwell.store.host_collector import WHY_NAN, HostCollector
 from stepwell.store.host_side import HostSide
+from stepwell.store.host_weights import HostWeights
 from stepwell.store.norm import CLIP_EPS, gradient_norm
 from stepwell.store.residents import Residents
 from stepwell.store.spans import Looked, Spans
@@ -51,7 +52,7 @@ from stepwell.store.swapped import Swapped
 
 if TYPE_CHECKING:
     from collections import defaultdict
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from contextlib import AbstractContextManager
 
     from torch.optim.optimizer import ParamsT, StateDict
@@ -117,7 +118,15 @@ class OffloadAdamW(AdamW):
         model: beside parameters, the model whose forwards use them, and wait for their new weights;
             of several, the one that is called (that of DistributedDataParallel). None: `step()`
             waits for all new weights itself.
-        accumulate: where the gradients of several backwards are summed. "device": in
+        weights: where weights are between their uses. "device": on the accelerator. "host": in
+            host memory, for models whose 16-bit weights do not fit. Modules fetch them for their
+            forward and for their backward, and gradients go to host memory as they are made. The
+            model is given; what it has on the CPU goes to memory of the optimizer's, parameter by
+            parameter, and its buffers go to `device`. Not with deferred updates, DTensor
+            parameters, or several processes.
+        device: with `weights="host"`, where modules compute. None: where the parameters are.
+        accumulate: where the gradients of several backwards are summed. None: on the device; with
+            `weights="host"` in host memory. "device": in
             `parameter.grad`, which crosses the bus once. "host": in host memory; in every backward
             the sums come up and go down again, and the gradients are freed on the device. The sums
             are the same.
@@ -186,7 +195,9 @@ class OffloadAdamW(AdamW):
         model: torch.nn.Module | None = None,
         clip_norm: float | None = None,
         moments: Moments = "fp32",
-        accumulate: Accumulate = "device",
+        weights: Place = "device",
+        device: torch.device | str | None = None,
+        accumulate: Accumulate | None = None,
         accumulation_steps: int | None = None,
         nonfinite: Nonfinite = "skip",
         maximize: bool = False,
@@ -206,6 +217,8 @@ class OffloadAdamW(AdamW):
         host_bytes_max = optional(nbytes, host_bytes_max, "`host_bytes_max`", hint=hint)
         hint = "device_bytes_max=16 << 30"
         device_bytes_max = nbytes(device_bytes_max, "`device_bytes_max`", hint=hint)
+        if accumulate is None:
+            accumulate = "host" if weights == "host" else "device"
         if gate is not None:
             warnings.warn(
                 f"`gate` is `{gate}`, and has no effect any more: forwards of the model that is "
@@ -222,6 +235,9 @@ class OffloadAdamW(AdamW):
             model = params
             params = list(model.named_parameters())
         check_options(
+            weights=weights,
+            device=device,
+            has_model=model is not None,
             accumulate=accumulate,
             deferred=deferred,
             tier=tier,
@@ -251,6 +267,12 @@ class OffloadAdamW(AdamW):
         )
         # What removes the hooks of a parameter, by its id. Its twin holds it.
         self._hooked: dict[int, weakref.finalize[Any, OffloadAdamW]] = {}
+        if weights == "host":
+            assert model is not None
+            where = next(model.parameters()).device if device is None else torch.device(device)
+            self._host.weights = HostWeights(
+                where, self._background, lock=self._background.lock(), reread=_reread_of(self)
+            )
         self._steps = Steps(self._host, self._collector, self._background)
         self._spans = Spans(
             self._host,
@@ -278,7 +300,9 @@ class OffloadAdamW(AdamW):
         with torch.no_grad():
             between_steps = self._background.between_steps
             self._host.open(self, self._states, self._names(), between_steps)
-        if model is not None:
+        if self._host.weights is not None and model is not None:
+            self._host.weights.watch(model)
+        elif model is not None:
             self._background.watch(model)
 
     def _names(self) -> dict[torch.Tensor, str]:
@@ -680,6 +704,8 @@ class OffloadAdamW(AdamW):
             raise ValueError(
                 "GradScaler cannot see gradients under accumulate='host'. hint: accumulate='device'"
             )
+        if self._host.weights is not None:
+            self._host.weights.begin_step()
         found_inf = self._scaler_found_inf()
         if found_inf and not self._agreeing_meshes():
             return self._is_taken(Facts(found_inf=True), None, "", has_updates=False)
@@ -743,12 +769,14 @@ class OffloadAdamW(AdamW):
             value, is_set = self._collector.read(scalar, flag)
             return value
 
-        place = torch.device("cpu") if self._host.sums_on_host else self._host.device
-        return gradient_norm(looked.params, looked.grads, place, read=read), is_set
+        place, norms = self._host.device, None
+        if isinstance(self._collector, HostCollector):
+            place, norms = torch.device("cpu"), self._collector.norms(looked.params)
+        return gradient_norm(looked.params, looked.grads, place, read=read, norms=norms), is_set
 
     def _norm_and_written(self, looked: Looked) -> tuple[float, list[torch.Tensor]]:
         """The norm of the gradients, and the parameters whose weights the program has written."""
-        if not len(self._twins):
+        if not len(self._twins) or self._host.weights is not None:
             return self._norm(looked, None)[0], []
         # Another optimizer may have these weights under way.
         wait_for(self._twins)
@@ -855,6 +883,23 @@ def _labels_of(optimizer: OffloadAdamW) -> Callable[[torch.Tensor], str]:
         return labels.get(param, f"a parameter (shape {tuple(param.shape)})")
 
     return label
+
+
+def _reread_of(
+    optimizer: OffloadAdamW,
+) -> Callable[[Sequence[torch.Tensor]], Iterable[torch.Tensor]]:
+    """What copies written parameters to the host. Keeps no optimizer alive."""
+    known = weakref.ref(optimizer)
+
+    def reread(written: Sequence[torch.Tensor]) -> Iterable[torch.Tensor]:
+        found = known()
+        if found is None or not written:
+            return ()
+        stepped = [param for param in written if param in found._twins]
+        found._host.reread(stepped, found._states)
+        return stepped
+
+    return reread
 
 
 def _calls_hooks(param: torch.Tensor) -> bool:

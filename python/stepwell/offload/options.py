@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 from stepwell._checks import choice
 from stepwell.store.deferred import Deferred
 from stepwell.store.volume import Volume
 
-__all__ = ["Accumulate", "check_options"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Accumulate", "Place", "check_options"]
 
 Accumulate: TypeAlias = Literal["device", "host"]
+
+Place: TypeAlias = Literal["device", "host"]
+"""Of weights between their uses."""
 
 
 def check_options(
     *,
+    weights: Place,
+    device: torch.device | str | None,
+    has_model: bool,
     accumulate: Accumulate,
     deferred: Deferred | None,
     tier: Volume | None,
     device_bytes_max: int,
 ) -> None:
     """Raises ValueError for options that are not what `OffloadAdamW` takes."""
+    choice(weights, "`weights`", get_args(Place))
     choice(accumulate, "`accumulate`", get_args(Accumulate))
     if deferred is not None and not isinstance(deferred, Deferred):
         raise ValueError(
@@ -40,6 +50,27 @@ def check_options(
     if deferred is not None and tier is not None:
         _check_deferred_on_volume(deferred, tier)
     _check_device_bytes(device_bytes_max, accumulate=accumulate, tier=tier)
+    if weights == "host":
+        _check_host_weights(has_model=has_model, accumulate=accumulate)
+    elif device is not None:
+        raise ValueError(
+            f"`device` is `{device}` and `weights` is `device`, expected None: parameters stay "
+            "where they are. hint: model.to(device); or weights='host'"
+        )
+
+
+def _check_host_weights(*, has_model: bool, accumulate: Accumulate) -> None:
+    """Raises ValueError where weights cannot lie in host memory."""
+    if not has_model:
+        raise ValueError(
+            "`weights` is `host` and no model is given, whose modules would fetch them. "
+            "hint: OffloadAdamW(model, weights='host'), or model=model beside parameters"
+        )
+    if accumulate == "device":
+        raise ValueError(
+            "`weights` is `host` and `accumulate` is `device`, expected host: all gradients "
+            "would be on the device. hint: leave `accumulate` out"
+        )
 
 
 def _check_device_bytes(

@@ -26,7 +26,16 @@ if TYPE_CHECKING:
 
     from stepwell import _core
 
-__all__ = ["DEVICE_BYTES", "Adder", "add", "add_to_zero", "assign", "norm_of", "norms_of"]
+__all__ = [
+    "DEVICE_BYTES",
+    "Adder",
+    "Operation",
+    "add",
+    "add_to_zero",
+    "assign",
+    "norm_of",
+    "norms_of",
+]
 
 _SLOTS = 3
 _SLOT_BYTES = 64 << 20
@@ -37,7 +46,7 @@ _BATCHES_MAX = 3
 DEVICE_BYTES = _SLOTS * _SLOT_BYTES
 """Memory of a GPU through which sums come and go."""
 
-_Operation: TypeAlias = "Callable[[torch.Tensor, torch.Tensor], object]"
+Operation: TypeAlias = "Callable[[torch.Tensor, torch.Tensor], object]"
 
 
 def assign(target: torch.Tensor, grad: torch.Tensor) -> None:
@@ -77,7 +86,7 @@ class _Batch:
     """Gradients of one operation whose sums lie side by side in one tensor; less than a slot."""
 
     def __init__(
-        self, operation: _Operation, memory: torch.Tensor, made_on: torch.cuda.Stream
+        self, operation: Operation, memory: torch.Tensor, made_on: torch.cuda.Stream
     ) -> None:
         self.operation = operation
         self.memory = memory
@@ -89,9 +98,7 @@ class _Batch:
         self.begin = int(memory.storage_offset())
         self.end = self.begin
 
-    def takes(
-        self, operation: _Operation, target: torch.Tensor, made_on: torch.cuda.Stream
-    ) -> bool:
+    def takes(self, operation: Operation, target: torch.Tensor, made_on: torch.cuda.Stream) -> bool:
         """Whether a gradient goes with those that are here."""
         begin = int(target.storage_offset())
         return (
@@ -159,7 +166,7 @@ class Adder:
     @torch.no_grad()
     def run(
         self,
-        operation: _Operation,
+        operation: Operation,
         target: torch.Tensor,
         grad: torch.Tensor,
         norms: list[torch.Tensor] | None = None,

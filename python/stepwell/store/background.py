@@ -107,6 +107,7 @@ class Background:
             params,
             Extents.of(params),
             twins=twins,
+            weights_are_away=self._host.weights is not None,
             threads=self._threads,
             threads_share=self._host.hosted_share,
             deferred=deferred,
@@ -119,6 +120,8 @@ class Background:
         pinned = [param for param in params if swapped is None or param not in swapped]
         engine.pin(twins.byte_ranges(pinned, "weight"))
         engine.pin(twins.byte_ranges(params if self._host.sums_on_host else pinned, "grad"))
+        if self._host.weights is not None:
+            engine.pin((buffer, 0, buffer.nbytes) for buffer in self._host.weights.buffers)
         return engine
 
     @property
@@ -250,6 +253,9 @@ class Background:
 
     def wait_for_weights(self) -> None:
         """Once a step was submitted: waits for the weights that no forward waits for."""
+        if self._host.weights is not None:
+            self._host.weights.end_step()
+            return
         if (gate := self.open_gate) is not None:
             gate.wait_for_uncovered()
             return

@@ -95,6 +95,7 @@ class Engine(Uploads):
         windows: of each parameter those that it waits for; None: the spans are the parameters.
         twins: the host sides of parameters, which programs may write on the device; None: the
             caller has the memory, and what is written there is not looked for.
+        weights_are_away: whether weights are in host memory, so that none is looked for.
         threads: workers that step; None: as `OffloadEngine` has it.
         threads_share: which share of these step where updates are deferred. A part of a model takes
             as long with that part of them as the whole with all, and leaves cores.
@@ -115,6 +116,7 @@ class Engine(Uploads):
         *,
         windows: Mapping[torch.Tensor, Sequence[Window]] | None = None,
         twins: Twins | None = None,
+        weights_are_away: bool = False,
         threads: int | None = None,
         threads_share: float = 1.0,
         deferred: Deferred | None = None,
@@ -160,7 +162,7 @@ class Engine(Uploads):
         self._buffers = [] if twins is None else twins.buffers
         self.contents: Contents | None = None
         """Which weights the program has written; None: that is not looked for."""
-        if twins is not None:
+        if twins is not None and not weights_are_away:
             self.contents = Contents(
                 self._core,
                 self.store,

@@ -22,10 +22,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from stepwell._sharding import local
-from stepwell.store.adder import Adder, add, add_to_zero, assign
+from stepwell.store.adder import Adder, Operation, add, add_to_zero, assign
 from stepwell.store.grad_checks import check_in_place, checked
 from stepwell.store.gradients import may_change_after_backward
 from stepwell.store.marker import GradMarker
+from stepwell.store.norm import norms_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -118,6 +119,8 @@ class HostCollector:
         self._unknown: set[torch.Tensor] = set()
         self._device = torch.device("cpu")
         self._adder = Adder(self._device)
+        # Of each sum the norms of its pieces, on the device, where the last backward left them.
+        self._norms: dict[torch.Tensor, list[torch.Tensor]] = {}
         self._nbytes = 0
         self.nbytes = 0
         """Bytes that came down for the last step."""
@@ -190,12 +193,24 @@ class HostCollector:
         check_in_place(param, self._twins.get(param), self._twins.device, self._label)
         grad, marker = checked(param, self._label), self._markers.get(param)
         operation = assign if marker is None else add_to_zero if marker.is_zeroed else add
-        self._adder.run(operation, self._twins.grad(param).view(-1), grad.view(-1))
+        self._norms[param] = self._added(operation, self._twins.grad(param).view(-1), grad)
         self._nbytes += grad.nbytes
         self._note_taken(param)
         self._markers[param] = GradMarker.of(grad)
         param.grad = self._markers[param]
         self._expecting.discard(param)
+
+    def _added(
+        self, operation: Operation, sums: torch.Tensor, grad: torch.Tensor
+    ) -> list[torch.Tensor]:
+        """Adds a gradient to its sums. Returns the norms of all pieces of the new sum."""
+        if operation is assign or grad.is_cpu:
+            whole = grad if operation is assign else sums
+            self._adder.run(operation, sums, grad.view(-1))
+            return [*norms_of([whole], grad.device)]
+        norms: list[torch.Tensor] = []
+        self._adder.run(operation, sums, grad.view(-1), norms)
+        return norms
 
     def _note_taken(self, param: torch.Tensor) -> None:
         grad, before = param.grad, self._taken.get(param)
@@ -247,8 +262,20 @@ class HostCollector:
                 self._twins.grad(param).zero_()
         return [self._twins.grad(param) for param in params]
 
+    def norms(self, params: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The norms of the last `gradients`, as `gradient_norm` has them: float32."""
+        zero = torch.zeros((), dtype=torch.float32, device=self._device)
+        found = []
+        for param in params:
+            pieces = [] if self._markers[param].is_zeroed else self._norms[param]
+            if len(pieces) < 2:
+                found.append(pieces[0].float() if pieces else zero)
+            else:
+                found.append(torch.stack(pieces).double().square().sum().sqrt().float())
+        return torch.stack(found) if found else zero.view(1)[:0]
+
     def read(self, scalar: torch.Tensor, flag: torch.Tensor | None) -> tuple[float, bool]:
-        """The values of `scalar`, in host memory, and of `flag`, on the device; None: False."""
+        """The values of `scalar` and of `flag`; None: False."""
         return float(scalar), flag is not None and bool(flag)
 
     def missing(self, params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> list[int]:
@@ -279,6 +306,7 @@ class HostCollector:
         self._background.close()
         for param in leaving:
             self._markers.pop(param, None)
+            self._norms.pop(param, None)
             self._taken.pop(param, None)
             self._expecting.discard(param)
             self._unknown.discard(param)

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from stepwell.store.deferred import Deferred
+    from stepwell.store.host_weights import HostWeights
     from stepwell.store.swapped import Swapped
 
 __all__ = ["HostSide"]
@@ -58,6 +59,8 @@ class HostSide:
         residents: Residents,
         sums_on_host: bool,
     ) -> None:
+        self.weights: HostWeights | None = None
+        """What brings weights to the device where they lie in host memory; None: they lie there."""
         # Beside a volume some of it is pinned, and some is not.
         self.twins = Twins(have_gradients=deferred is None, is_paged=swapped is not None)
         self._residents = residents
@@ -197,7 +200,7 @@ class HostSide:
         Raises:
             OSError: there is no memory for it; nothing was changed.
         """
-        self.twins.add(params)
+        self.twins.add(params, None if self.weights is None else self.weights.place)
         try:
             # `state` has it from the first step on, as torch's optimizers have.
             for param in params:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["CLIP_EPS", "gradient_norm"]
+__all__ = ["CLIP_EPS", "gradient_norm", "norms_of"]
 
 CLIP_EPS = 1e-6
 """Added to the norm that gradients are clipped by, as torch's clip_grad_norm_ and DeepSpeed do."""
@@ -35,6 +35,7 @@ def gradient_norm(
     grads: Sequence[torch.Tensor],
     device: torch.device,
     read: Callable[[torch.Tensor], float] = float,
+    norms: torch.Tensor | None = None,
 ) -> float:
     """The 2-norm of all gradients; not finite if, and only if, a gradient is not.
 
@@ -45,9 +46,12 @@ def gradient_norm(
         grads: their gradients, sharded as they are.
         device: where they are.
         read: brings the one number to the host, perhaps with others that are wanted there.
+        norms: of each gradient its norm, as `norms_of` has it. None: they are found here.
     """
     pieces = [local(grad) for grad in grads]
-    squares = _norms(pieces, device, torch.float32).double().square()
+    if norms is None:
+        norms = norms_of(pieces, device)
+    squares = norms.double().square()
     shares = _shares(params)
     sums = [share.over_ranks(squares) for share in shares]
     squared_norm = read(reduce(torch.add, sums))
@@ -58,6 +62,11 @@ def gradient_norm(
             for share, found in zip(shares, map(float, sums), strict=True)
         )
     return math.sqrt(squared_norm)
+
+
+def norms_of(pieces: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """The norms of gradients, float32, where they are: on `device`."""
+    return _norms(pieces, device, torch.float32)
 
 
 def _norms(

@@ -91,6 +91,7 @@ class Spans:
         self._host, self._residents = host, residents
         self._collector, self._background = collector, background
         self._moments = moments
+        self._weights_are_away = host.weights is not None
         # For an optimizer whose state is all on the device.
         self._bare_store = _core.Store(is_beside=True)
 
@@ -236,7 +237,9 @@ class Spans:
             weight=twin.weight,
             grad=piece_of(grad),
             grad_view=twin.grad_view,
-            piece=None if type(param) in PLAIN else piece_of(param),
+            piece=None if self._weights_are_away or type(param) in PLAIN else piece_of(param),
+            # Behind the step each forward fetches its own.
+            target=0 if self._weights_are_away else None,
             state=state,
             moments=self._moments,
             rounding=rounding,

@@ -157,6 +157,8 @@ class Steps:
         stream = current_stream(self._host.device)
         coming = engine.announce(Submitted(stream, looked.swapping, params, verified))
         under_way = None if gate is None else gate.opening(landing, shared)
+        if self._host.weights is not None:
+            self._host.weights.protect((param, twins[param].weight) for param in params)
         selected = []
         if engine.selector is not None:
             selected = engine.selector.choose(at_once)

@@ -25,7 +25,7 @@ from stepwell._sharding import like, local
 from stepwell._tensors import tensor_on, view
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 
 __all__ = ["Twin", "Twins"]
@@ -137,8 +137,17 @@ class Twins:
                 found.append((buffer, begin, end))
         return found
 
-    def add(self, params: Sequence[torch.Tensor]) -> None:
+    def add(
+        self,
+        params: Sequence[torch.Tensor],
+        place: Callable[[torch.Tensor, torch.Tensor], None] | None = None,
+    ) -> None:
         """Makes the twins of `params`, and copies their weights.
+
+        Args:
+            params: the parameters.
+            place: called with each parameter and the weight of its twin, once that is copied: what
+                the parameter had may go. None: it stays.
 
         Raises:
             OSError: there is no memory for them; nothing was changed.
@@ -175,7 +184,10 @@ class Twins:
                 byte_range=byte_range,
             )
         for param in params:
-            local(self._twins[id(param)].weight).copy_(local(param))
+            weight = self._twins[id(param)].weight
+            local(weight).copy_(local(param))
+            if place is not None:
+                place(param, weight)
 
     def remove(self, params: Iterable[torch.Tensor]) -> None:
         """Lets go of the twins of `params`, which no step and no copy uses."""

@@ -7,12 +7,14 @@ cost more than a small module's launch. It has hooks on nodes that are there:
   view, that is a node of its base: a view that is written in place loses its own.
 - It ends when the gradients of all its inputs are complete. A module of which no input requires
   a gradient ends with the whole backward. An input that is a leaf gets one node, a view.
+- Where nothing in what a module returns is seen to be a tensor, its weights stay until then.
 
 A module without parameters costs 1 microsecond in its forward and nothing in its backward.
 """
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
     from stepwell.weights.fetcher import Fetcher
     from stepwell.weights.weight import Weight
 
-__all__ = ["Calls"]
+__all__ = ["Calls", "Hook"]
 
 
 class _Entered(NamedTuple):
@@ -51,6 +53,8 @@ class Calls:
         map_tensors: calls a function with each tensor in a value of any type, and gives that value
             with what the function returns.
         on_output: called with a module and what it returns, before its weights leave.
+        sees_passes: whether passes begin, and backwards end, as they are seen here; else who makes
+            it calls `watch_passes`, and tells the fetcher of the end of a backward.
     """
 
     def __init__(
@@ -61,24 +65,32 @@ class Calls:
         stack: list[torch.nn.Module],
         map_tensors: Callable[[Callable[[torch.Tensor], torch.Tensor], Any], Any],
         on_output: Callable[[torch.nn.Module, Any], None],
+        sees_passes: bool = False,
     ) -> None:
         self.fetcher = fetcher
         self.weights_of = weights_of
         self.map_tensors = map_tensors
         self._stack = stack
         self._on_output = on_output
+        self._sees_passes = sees_passes
+        # The module that this pass began with, and whether with gradients; and whether a backward
+        # has run since.
+        self._first: tuple[torch.nn.Module, bool] | None = None
+        self._has_gone_back = False
+        # The backwards that are under way, of which the end will be seen.
+        self._under_way: set[int] = set()
         # Forwards that have begun, the outermost first. One that raises leaves its module here.
         self._entered: list[_Entered] = []
 
     def watch_passes(self, model: torch.nn.Module) -> RemovableHandle:
         """Has each forward of a whole model begin a pass. Comes before `watch`."""
-        return model.register_forward_pre_hook(_never_compiled(self._begin_pass))
+        return model.register_forward_pre_hook(Hook(self._begin_pass))
 
     def watch(self, module: torch.nn.Module) -> list[RemovableHandle]:
         """Has a module's weights come for its calls."""
         return [
-            module.register_forward_pre_hook(_never_compiled(self._begin)),
-            module.register_forward_hook(_never_compiled(self._end)),
+            module.register_forward_pre_hook(Hook(self._begin)),
+            module.register_forward_hook(Hook(self._end), always_call=self._sees_passes),
         ]
 
     def _begin_pass(self, *_: Any) -> None:
@@ -86,6 +98,18 @@ class Calls:
         self.fetcher.begin_pass()
         if backward_id() is None:
             self.forget()
+
+    def _see_pass(self, module: torch.nn.Module) -> None:
+        """The forward of `module` begins, within none: with it a pass, or a part of one.
+
+        A program may call parts of a model one after the other.
+        """
+        first = self._first
+        is_part = first is not None and first[0] is not module and not self._has_gone_back
+        if not is_part or first is None or first[1] != torch.is_grad_enabled():
+            self._first = module, torch.is_grad_enabled()
+            self._has_gone_back = False
+            self.fetcher.begin_pass()
 
     def forget(self) -> None:
         """Forwards that have not ended have raised."""
@@ -95,6 +119,8 @@ class Calls:
 
     def _begin(self, module: torch.nn.Module, args: Any) -> Any:
         depth = len(self._stack)
+        if depth == 0 and self._sees_passes and backward_id() is None:
+            self._see_pass(module)
         self._stack.append(module)
         weights, backward = self.weights_of(module), None
         if weights:
@@ -112,14 +138,30 @@ class Calls:
             # Its hooks were registered while it ran.
             return
         self._on_output(module, output)
+        if (backward := entered.backward) is not None:
+            if type(output) is torch.Tensor:
+                backward.begin_at(output)
+            else:
+                self.map_tensors(backward.begin_at, output)
+            # None, where it has raised.
+            if not backward.has_outputs and output is not None:
+                self.fetcher.hold(entered.weights, backward)
         if entered.weights:
             self.fetcher.leave(entered.weights, id(module))
-        if entered.backward is None:
+
+    def note_backward(self) -> None:
+        """A backward runs on this thread: its end is to be seen."""
+        running = backward_id()
+        if not self._sees_passes or running is None or running in self._under_way:
             return
-        if type(output) is torch.Tensor:
-            entered.backward.begin_at(output)
-        else:
-            self.map_tensors(entered.backward.begin_at, output)
+        self._has_gone_back = True
+        self._under_way.add(running)
+
+        def end() -> None:
+            self._under_way.discard(running)
+            self.fetcher.end_backward(running)
+
+        torch.autograd.Variable._execution_engine.queue_callback(end)
 
     def _pop(self, module: torch.nn.Module) -> _Entered | None:
         """The forward of a module that ends. Forwards within it that have not ended have raised.
@@ -137,12 +179,13 @@ class Calls:
 class _Backward:
     """That of a call of a module that has weights. It is their token."""
 
-    __slots__ = ("_calls", "_module", "_num_inputs", "_num_inputs_left")
+    __slots__ = ("_calls", "_module", "_num_inputs", "_num_inputs_left", "has_outputs")
 
     def __init__(self, calls: Calls, module: torch.nn.Module) -> None:
         self._calls = calls
         self._module = module
         self._num_inputs = self._num_inputs_left = 0
+        self.has_outputs = False
 
     def end_behind(self, value: Any) -> Any:
         """Has it end when the gradient of an input is complete; returns what to use."""
@@ -162,6 +205,7 @@ class _Backward:
 
     def begin_at(self, value: torch.Tensor) -> torch.Tensor:
         """Has it begin when that of an output does."""
+        self.has_outputs = True
         if value.requires_grad:
             base = value._base
             node = value.grad_fn if base is None or base.grad_fn is None else base.grad_fn
@@ -171,6 +215,7 @@ class _Backward:
 
     def _begin(self, _: Any) -> None:
         calls, module = self._calls, self._module
+        calls.note_backward()
         # A graph may have several backwards.
         if calls.fetcher.enter_backward(module, calls.weights_of(module), self):
             self._num_inputs_left = self._num_inputs
@@ -181,13 +226,23 @@ class _Backward:
             self._calls.fetcher.leave_backward(self)
 
 
-def _never_compiled(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """A hook as a compiler of the model calls it: it does not look into it."""
+class Hook:
+    """A hook of a module, into which a compiler of the model does not look.
 
-    def call(*args: Any) -> Any:
-        return _uncompiled(hook, *args) if torch.compiler.is_compiling() else hook(*args)
+    A copy of its module, or a pickle, has what does nothing in its place.
+    """
 
-    return call
+    def __init__(self, hook: Callable[..., Any]) -> None:
+        self._hook = hook
+
+    def __call__(self, *args: Any) -> Any:
+        """Calls the hook as it would be called without a compiler."""
+        if torch.compiler.is_compiling():
+            return _uncompiled(self._hook, *args)
+        return self._hook(*args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (contextlib.nullcontext(), "__exit__")
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

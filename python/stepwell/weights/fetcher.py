@@ -79,6 +79,7 @@ class Fetcher:
         prefetch_numel_max: elements that are copied ahead of their use.
         reuse_numel_max: a weight stays that is used again before so many elements.
         live_numel_max: elements on the device from which on nothing is copied ahead.
+        lock: what a thread has that changes anything here; None: one of its own.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class Fetcher:
         prefetch_numel_max: int,
         reuse_numel_max: int,
         live_numel_max: int,
+        lock: AbstractContextManager[object] | None = None,
     ) -> None:
         self._lane = lane
         # Whether all ranks fetch together.
@@ -115,13 +117,13 @@ class Fetcher:
         # Freed, and perhaps still read by the device: elements.
         self._leaving: deque[tuple[Arrival, int]] = deque()
         self._leaving_numel = 0
-        # By their tokens: calls whose backward has begun; and forwards within a backward, which is
-        # named. An activation checkpoint leaves the last of them by an exception, once it has what
-        # it needs.
-        self._in_backward: dict[Hashable, Sequence[Weight]] = {}
+        # By their tokens: calls whose backward has begun, and those of forwards within a backward;
+        # each with that backward. An activation checkpoint leaves the last of these forwards by an
+        # exception, once it has what it needs.
+        self._in_backward: dict[Hashable, tuple[int | None, Sequence[Weight]]] = {}
         self._repeated: dict[Hashable, tuple[int, Sequence[Weight]]] = {}
         # Hooks of one backward may be called on several threads.
-        self._lock = threading.RLock()
+        self._lock = threading.RLock() if lock is None else lock
 
     # ---- passes ----
 
@@ -152,18 +154,20 @@ class Fetcher:
                 weight.users.clear()
             self._free(weights)
 
-    def end_backward(self) -> None:
+    def end_backward(self, ended: int | None = None) -> None:
         """A backward has ended: frees what is left of modules whose inputs got no gradient.
 
         And of forwards within it that did not end.
+
+        Args:
+            ended: which one, as `backward_id` has it; None: all have.
         """
         with self._lock:
-            left = list(self._in_backward.items())
-            left += [(token, weights) for token, (_, weights) in self._repeated.items()]
-            self._in_backward.clear()
-            self._repeated.clear()
-            for token, weights in left:
-                self._free(_unused(weights, token))
+            for uses in (self._in_backward, self._repeated):
+                for token, (backward, weights) in list(uses.items()):
+                    if ended is None or backward in (ended, None):
+                        del uses[token]
+                        self._free(_unused(weights, token))
 
     # ---- uses ----
 
@@ -183,17 +187,37 @@ class Fetcher:
             if (backward := backward_id()) is not None and token not in self._in_backward:
                 self._keep_for_backward(weights)
                 self._repeated[token] = backward, weights
-            missing, there = [], self._there
-            for weight in weights:
-                weight.users.add(token)
-                if weight.state is not there:
-                    missing.append(weight)
-            if missing:
-                self._fetch(missing)
-            if self._arrivals:
-                self._wait_for(weights)
+            self._bring(weights, token)
             if is_expected:
                 self._prefetch()
+
+    def _bring(self, weights: Sequence[Weight], token: Hashable) -> None:
+        missing, there = [], self._there
+        for weight in weights:
+            weight.users.add(token)
+            if weight.state is not there:
+                missing.append(weight)
+        if missing:
+            self._fetch(missing)
+        if self._arrivals:
+            self._wait_for(weights)
+
+    def borrow(self, weights: Sequence[Weight], token: Hashable) -> None:
+        """As `enter`, of what uses weights outside of all modules; `give_back` ends it."""
+        with self._lock:
+            self._bring(weights, token)
+
+    def give_back(self, weights: Sequence[Weight], token: Hashable) -> None:
+        """Ends a use that `borrow` has begun: what nothing else uses is freed."""
+        with self._lock:
+            self._free(_unused(weights, token))
+
+    def hold(self, weights: Sequence[Weight], token: Hashable) -> None:
+        """A module's weights stay until a backward has ended: it is not seen when its own does."""
+        with self._lock:
+            self._in_backward[token] = None, weights
+            for weight in weights:
+                weight.users.add(token)
 
     def leave(self, weights: Sequence[Weight], token: Hashable) -> None:
         """A use of a module ends: what is not used again soon is freed."""
@@ -214,7 +238,7 @@ class Fetcher:
         with self._lock:
             if token in self._in_backward:
                 return False
-            self._in_backward[token] = weights
+            self._in_backward[token] = backward_id(), weights
             self.enter(module, weights, token)
             # Behind it: what both use stays.
             self._leave_repeated()
@@ -236,7 +260,8 @@ class Fetcher:
         frozen = [weight for weight in weights if not weight.param.requires_grad]
         if frozen:
             token = next(reversed(self._in_backward), self)
-            self._in_backward[token] = [*self._in_backward.get(token, ()), *frozen]
+            backward, kept = self._in_backward.get(token, (backward_id(), ()))
+            self._in_backward[token] = backward, [*kept, *frozen]
             for weight in frozen:
                 weight.users.add(token)
 
@@ -244,9 +269,8 @@ class Fetcher:
         """As `leave`."""
         with self._lock:
             self._leave_repeated()
-            weights = self._in_backward.pop(token, None)
-            if weights is not None:
-                self.leave(weights, token)
+            if (found := self._in_backward.pop(token, None)) is not None:
+                self.leave(found[1], token)
 
     # ---- memory ----
 
@@ -347,6 +371,8 @@ class Fetcher:
 
     def _drop_ahead(self) -> None:
         """Frees what was copied and is not used. It was on no stream but the lane's."""
+        for weight in self._ahead:
+            weight.discard()
         self._ahead.clear()
         self._live_numel -= self._ahead_numel
         self._ahead_numel = 0
@@ -366,7 +392,7 @@ class Fetcher:
         return self._live_numel + self._leaving_numel + numel <= self._live_numel_max
 
     def _free(self, weights: Iterable[Weight]) -> None:
-        numel, wholes = 0, []
+        numel, leaving = 0, []
         with _outside_inference_mode():
             for weight in weights:
                 # A program may have freed it, or brought it by itself.
@@ -378,9 +404,13 @@ class Fetcher:
                     if arrival is not None:
                         # Copied, and used by nothing.
                         self._lane.wait(arrival)
-                    wholes.append(weight.drop())
+                    leaving.append(weight)
                     numel += left
-            mark = self._lane.release(wholes) if wholes else None
+            if not leaving:
+                return
+            mark = self._lane.release([weight.param.data for weight in leaving])
+            for weight in leaving:
+                weight.drop()
         if numel and mark is not None:
             self._leaving.append((mark, numel))
             self._leaving_numel += numel

@@ -5,7 +5,7 @@ one behind the other, are the weight. Each is gathered into its own memory, and 
 before or after. What is gathered together is one launch, and with backends that do not coalesce one
 for each. All ranks call `copy` in one order with the same weights (`gather_order.py` compares).
 
-Where the device is the host there is no stream, and on one rank a weight is its source itself.
+Where the device is the host there is no stream.
 """
 
 from __future__ import annotations
@@ -51,13 +51,19 @@ class Lane:
         # Waits for a step here, and not with another stream as the current one.
         sources = [weight.source.data for weight in weights]
         if self._stream is None:
-            return self._wholes(weights, sources), None
+            return self._wholes(weights, self._parts(weights, sources)), None
         if self._group is not None:
             # On the device a program may have written them.
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            parts = [source.to(self._device, non_blocking=True) for source in sources]
+            parts = self._parts(weights, sources)
             return self._wholes(weights, parts), self._stream.record_event()
+
+    def _parts(
+        self, weights: Sequence[Weight], sources: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        pairs = zip(weights, sources, strict=True)
+        return [weight.copy(source, self._device) for weight, source in pairs]
 
     def _wholes(self, weights: Sequence[Weight], parts: list[torch.Tensor]) -> list[torch.Tensor]:
         """The weights in their shapes, by this rank's parts of them, which are on the device."""

@@ -40,6 +40,12 @@ class Weight(Protocol):
         While a step may write them, it is of another class than `torch.Tensor`, whose use waits.
         """
 
+    def copy(self, source: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Has `source`, which is plain, copied to the device on the current stream.
+
+        Returns the copy, which the parameter has from `put` on.
+        """
+
     def put(self, whole: torch.Tensor) -> None:
         """The parameter has its weight from now on.
 
@@ -47,5 +53,8 @@ class Weight(Protocol):
             RuntimeError: other code has begun to bring it.
         """
 
-    def drop(self) -> torch.Tensor:
-        """The parameter has no elements from now on. Returns what it had."""
+    def discard(self) -> None:
+        """What was copied is not put."""
+
+    def drop(self) -> None:
+        """The parameter has no elements from now on."""

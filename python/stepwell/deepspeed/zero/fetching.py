@@ -56,6 +56,12 @@ class _ZeroWeight:
         self.is_persistent: bool = param.ds_persist
         self.stays: bool = param.ds_persist or param.is_external_param
 
+    def copy(self, source: torch.Tensor, device: torch.device) -> torch.Tensor:
+        return source.to(device, non_blocking=True)
+
+    def discard(self) -> None:
+        """It is with the fetcher alone."""
+
     def put(self, whole: torch.Tensor) -> None:
         if self.param.ds_status is _IN_FLIGHT:
             raise RuntimeError(
@@ -65,12 +71,10 @@ class _ZeroWeight:
         self.param.data = whole
         self.param.ds_status = _THERE
 
-    def drop(self) -> torch.Tensor:
-        whole: torch.Tensor = self.param.data
+    def drop(self) -> None:
         # First: after Ctrl-C it is fetched anew.
         self.param.ds_status = _ABSENT
-        self.param.data = whole.new_empty(0)
-        return whole
+        self.param.data = self.param.data.new_empty(0)
 
 
 class Coordinator:

@@ -1,0 +1,398 @@
+"""Weights that lie in host memory, and are on the device only while modules use them.
+
+The host side of a parameter is its weight: a step leaves it there, and forwards and backwards fetch
+it (`stepwell.weights`). A parameter keeps its identity, shape, views and storage. Only the bytes of
+the storage leave: autograd, which keeps the parameter or a view of it, finds them again.
+
+- A parameter whose weight is away has the class of one that is under way
+  (`stepwell.access.under_way`). So a use outside of all modules brings it. It stays until the next
+  step, or until more than `BORROWED_BYTES_MAX` have come so; one that the program holds memory of
+  (a view, `.data`) stays for good, and has the new weight when `step()` returns.
+- What the program has written to a weight that was brought goes to the host before it leaves: its
+  contents tell.
+- What a module uses of others without calling them comes with it from its second forward on.
+- While a step runs the host side has the class of what a step writes (`stepwell.access.writes`): a
+  fetch, and whoever reads a state dict, waits for its own part of the step.
+- State dicts have the host side itself.
+
+Cost: of host memory nothing beside the weights; on the device those of a block of the model, and
+what comes ahead of its use. Per pass each weight crosses the bus once, in a backward once more.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import Parameter
+from torch.utils._pytree import tree_map
+
+from stepwell import _core
+from stepwell._tensors import COUNT_ALONE, references, tensor_on
+from stepwell.access.under_way import end, under_way_of, without_waiting
+from stepwell.access.writes import Writes
+from stepwell.weights.calls import Calls, Hook
+from stepwell.weights.fetcher import Fetcher
+from stepwell.weights.lane import Lane
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Iterable, Sequence
+
+    from stepwell.store.background import Background
+
+__all__ = ["BORROWED_BYTES_MAX", "HostWeights"]
+
+BORROWED_BYTES_MAX = 1 << 30
+"""Of weights that a program uses outside of modules, and of which it holds no memory."""
+
+# Of weights that are fetched ahead of their use: some milliseconds of a bus. With twice as many a
+# forward and backward of 8 B parameters took 2 % less.
+_AHEAD_NUMEL = 192 << 20
+# Where each weight of frozen parameters begins.
+_ALIGN_BYTES = 64
+
+
+class _HostWeight:
+    """A `Weight`: a parameter whose elements lie in host memory between uses.
+
+    Args:
+        param: the parameter, whose storage is on the device.
+        source: its elements in host memory.
+        key: its number.
+        away: gives it the class of one that is away.
+    """
+
+    is_persistent = False
+    stays = False
+
+    def __init__(
+        self,
+        param: Parameter,
+        source: torch.Tensor,
+        key: int,
+        away: Callable[[Parameter], None],
+    ) -> None:
+        self.param, self.source, self.key = param, source, key
+        self.numel = self.part_numel = param.numel()
+        self.shape = param.shape
+        self.users: set[Hashable] = set()
+        self.state = True
+        """Whether it is on the device."""
+        self._away = away
+        self.view = param.data
+        """On the same storage, and always a plain tensor."""
+
+    def copy(self, source: torch.Tensor, device: torch.device) -> torch.Tensor:
+        self.view.untyped_storage().resize_(self.view.nbytes)
+        return self.view.copy_(source, non_blocking=True)
+
+    def put(self, whole: torch.Tensor) -> None:
+        self.state = True
+        end(self.param)
+
+    def discard(self) -> None:
+        if not self.state:
+            self.view.untyped_storage().resize_(0)
+
+    def drop(self) -> None:
+        # First: after Ctrl-C it is fetched anew.
+        self.state = False
+        self._away(self.param)
+        self.view.untyped_storage().resize_(0)
+
+    @property
+    def is_replaced(self) -> bool:
+        """Whether the program has given the parameter other memory."""
+        with without_waiting():
+            storage = self.param.untyped_storage()
+        return bool(storage._cdata != self.view.untyped_storage()._cdata)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether other tensors are on its storage, which is the parameter's."""
+        _, count, _ = references(self.view)
+        return count > COUNT_ALONE + 1
+
+    @property
+    def is_written(self) -> bool:
+        """Whether the program has written it since it was brought. The thread waits."""
+        if self.is_replaced:
+            return True
+        there = self.source.data.to(self.view.device)
+        return not torch.equal(_bytes_of(there), _bytes_of(self.view))
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+class HostWeights:
+    """The weights of a model whose host side is their place.
+
+    Args:
+        device: where modules use them.
+        background: has the engine that steps them.
+        lock: what a thread has that submits a step.
+        reread: called with parameters that the program has written, to copy them to the host;
+            returns those that it knows.
+    """
+
+    was_compiled = False
+    """As a `Guard` has it: of no effect, since hooks are at all modules."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        background: Background,
+        *,
+        lock: Any,
+        reread: Callable[[Sequence[torch.Tensor]], Iterable[torch.Tensor]],
+    ) -> None:
+        self.device = device
+        self._background = weakref.ref(background)
+        self._lock, self._reread = lock, reread
+        # By the parameter's id, which the weight holds.
+        self._weights: dict[int, _HostWeight] = {}
+        # What modules use of others without calling them, by the module's id.
+        self._used_within: dict[int, dict[_HostWeight, None]] = {}
+        # In the order of their first use.
+        self._borrowed: dict[_HostWeight, None] = {}
+        self._saving_on: set[int] = set()
+        self.buffers: list[_core.Buffer] = []
+        """The memory of weights that are not stepped."""
+        self._stack: list[torch.nn.Module] = []
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        # Sizes are known when the model is.
+        self._fetcher: Fetcher
+        self._make_fetcher(0)
+        self._under_way = under_way_of(self, _raise_gone)
+        self._writes: Writes[torch.Tensor] = Writes(self._wait, _nothing)
+        weakref.finalize(self, _forget, self._under_way[1][0], self._weights, self._writes)
+
+    def _make_fetcher(self, block_numel: int) -> None:
+        self._fetcher = Fetcher(
+            Lane(self.device),
+            there=True,
+            absent=False,
+            prefetch_numel_max=_AHEAD_NUMEL,
+            # A block that computes its activations again uses its weights twice.
+            reuse_numel_max=2 * block_numel,
+            live_numel_max=2 * (block_numel + _AHEAD_NUMEL),
+            lock=self._lock,
+        )
+        self._fetcher.has_step_ended = self._has_step_ended
+
+    # ---- the model ----
+
+    def place(self, param: torch.Tensor, source: torch.Tensor) -> None:
+        """From now on the weight of `param` is `source`, in host memory, which has its elements."""
+        if type(param) is not Parameter:
+            raise ValueError(
+                f"a parameter is a `{type(param).__name__}` and `weights` is `host`, expected "
+                "torch.nn.Parameter. hint: weights='device'"
+            )
+        weight = self._weights.get(id(param))
+        if weight is None:
+            if param.device != self.device:
+                param.data = torch.empty(param.shape, dtype=param.dtype, device=self.device)
+            elif references(param)[1] > COUNT_ALONE or not param.is_contiguous():
+                # What others hold of its memory stays theirs.
+                param.data = torch.empty_like(param, memory_format=torch.contiguous_format)
+            weight = _HostWeight(param, source, len(self._weights), self._make_away)
+            self._weights[id(param)] = weight
+        weight.source = source
+        weight.users.clear()
+        self._borrowed.pop(weight, None)
+        if weight.numel:
+            weight.drop()
+
+    def _make_away(self, param: Parameter) -> None:
+        kind, (registry, value) = self._under_way
+        registry[id(param)] = value
+        param.__class__ = kind
+
+    def watch(self, model: torch.nn.Module) -> None:
+        """Has the weights of a model come to its modules; and its buffers be on the device.
+
+        Those that are not placed yet, which are frozen, get memory of their own.
+
+        Raises:
+            OSError: there is no memory for them.
+        """
+        self._place_frozen([p for p in model.parameters() if id(p) not in self._weights])
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = buffer.to(self.device)
+        self._make_fetcher(_block_numel(model))
+        calls = Calls(
+            self._fetcher,
+            self._weights_of,
+            stack=self._stack,
+            map_tensors=_map_tensors,
+            on_output=_nothing,
+            sees_passes=True,
+        )
+        for module in model.modules():
+            self._handles += calls.watch(module)
+            if module._parameters:
+                self._handles += [
+                    # torch has no types for these.
+                    module.register_state_dict_pre_hook(Hook(self._begin_state)),  # type: ignore[no-untyped-call]
+                    module._register_state_dict_hook(Hook(self._end_state)),  # type: ignore[no-untyped-call]
+                ]
+
+    def _place_frozen(self, params: Sequence[Parameter]) -> None:
+        sizes = [-(-param.nbytes // _ALIGN_BYTES) * _ALIGN_BYTES for param in params]
+        if not sum(sizes):
+            return
+        buffer = _core.Buffer(sum(sizes))
+        memory, begin = tensor_on(buffer), 0
+        self.buffers.append(buffer)
+        for param, size in zip(params, sizes, strict=True):
+            place = memory[begin : begin + param.nbytes].view(param.dtype).view(param.shape)
+            begin += size
+            place.copy_(param.detach())
+            self.place(param, place)
+
+    def _weights_of(self, module: torch.nn.Module) -> Sequence[_HostWeight]:
+        own = map(self._weights.get, map(id, module._parameters.values()))
+        found = [weight for weight in own if weight is not None and weight.numel]
+        if within := self._used_within.get(id(module)):
+            found += within
+        return found if len(found) < 2 else list(dict.fromkeys(found))
+
+    # ---- state dicts ----
+
+    def _begin_state(self, module: torch.nn.Module, *_: Any) -> None:
+        """The module takes its parameters as they are: what is away stays away."""
+        own = [self._weights.get(id(param)) for param in module._parameters.values()]
+        self._return([weight for weight in own if weight in self._borrowed])
+        self._saving_on.add(threading.get_ident())
+
+    def _end_state(
+        self, module: torch.nn.Module, state: dict[str, Any], prefix: str, *_: Any
+    ) -> None:
+        self._saving_on.discard(threading.get_ident())
+        for name, param in module._parameters.items():
+            weight, found = self._weights.get(id(param)), state.get(prefix + name)
+            if weight is not None and found is not None and found is not param:
+                state[prefix + name] = weight.source
+
+    # ---- uses outside of modules, as a `Guard` has it ----
+
+    def use(self, params: Iterable[torch.Tensor], /) -> None:
+        """Brings weights that are about to be used."""
+        if threading.get_ident() in self._saving_on:
+            return
+        weights = [self._weights[id(param)] for param in params]
+        self._fetcher.borrow(weights, self)
+        if self._stack:
+            self._used_within.setdefault(id(self._stack[-1]), {}).update(dict.fromkeys(weights))
+        self._borrowed.update(dict.fromkeys(weights))
+        left = sum(weight.view.nbytes for weight in self._borrowed) - BORROWED_BYTES_MAX
+        leaving = []
+        for weight in self._borrowed:
+            if left <= 0:
+                break
+            if weight not in weights and not weight.is_held:
+                leaving.append(weight)
+                left -= weight.view.nbytes
+        self._return(leaving)
+
+    def look(self) -> None:
+        """As a `Guard` has it: each use brings its own."""
+
+    def _return(self, weights: Sequence[Any]) -> None:
+        """Weights that were brought leave, and what the program has written goes to the host."""
+        if weights:
+            self._take(weights)
+            self._fetcher.give_back(weights, self)
+            for weight in weights:
+                del self._borrowed[weight]
+
+    def _take(self, weights: Iterable[_HostWeight]) -> None:
+        """Copies to the host what the program has written."""
+        with torch.no_grad():
+            written = [weight for weight in weights if weight.is_written]
+            known = set(map(id, self._reread([weight.param for weight in written])))
+            for weight in written:
+                if id(weight.param) not in known:
+                    weight.source.copy_(weight.param)
+                if weight.is_replaced:
+                    weight.param.data = weight.view
+
+    # ---- steps ----
+
+    def begin_step(self) -> None:
+        """A step is about to be decided on: the host has what the program has written.
+
+        No weight is on the device, and none is copied, but for those that the program holds.
+        """
+        self._writes.wait_for_all()
+        for weight in self._weights.values():
+            if weight.is_replaced:
+                end(weight.param)
+                weight.state = True
+                weight.users.add(self)
+                self._borrowed[weight] = None
+        self._take(list(self._borrowed))
+        staying = {weight: None for weight in self._borrowed if weight.is_held}
+        self._fetcher.free_all([w for w in self._weights.values() if w not in staying])
+        self._borrowed = staying
+
+    def protect(self, stepped: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """A step is about to be submitted: from now on uses of what it writes wait.
+
+        Args:
+            stepped: parameters, each with its weight in host memory.
+        """
+        self._writes.protect({weight: param for param, weight in stepped})
+
+    def end_step(self) -> None:
+        """A step has begun: the thread waits for the weights whose memory the program holds."""
+        with torch.no_grad():
+            for weight in self._borrowed:
+                weight.view.copy_(weight.source)
+
+    def _wait(self, params: Iterable[torch.Tensor]) -> bool:
+        background = self._background()
+        engine = None if background is None else background.engine
+        return True if engine is None else engine.wait(params)
+
+    def _has_step_ended(self) -> bool:
+        background = self._background()
+        engine = None if background is None else background.engine
+        return engine is None or not engine.busy
+
+
+def _block_numel(model: torch.nn.Module) -> int:
+    """Elements of the largest module that is one of a list, or has parameters of its own."""
+    lists = torch.nn.ModuleList, torch.nn.Sequential
+    blocks = chain.from_iterable(m.children() for m in model.modules() if isinstance(m, lists))
+    in_block = (sum(param.numel() for param in block.parameters()) for block in blocks)
+    own = (sum(p.numel() for p in m.parameters(recurse=False)) for m in model.modules())
+    return max(chain(in_block, own), default=0)
+
+
+def _map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    return tree_map(lambda each: function(each) if isinstance(each, torch.Tensor) else each, value)
+
+
+def _forget(registry: dict[int, Any], weights: dict[int, _HostWeight], writes: Any) -> None:
+    for key in weights:
+        registry.pop(key, None)
+
+
+def _raise_gone() -> None:
+    raise ValueError(
+        "a parameter is used whose weight was in host memory with its model, which is gone. "
+        "hint: keep the model as long as its parameters"
+    )
+
+
+def _nothing(*_: object) -> None:
+    pass
