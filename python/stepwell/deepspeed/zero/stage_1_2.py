@@ -8,12 +8,12 @@ what is logged. How gradients and weights travel is said in `stepwell.deepspeed.
 Three things are gone: fp32 gradients on the host; the passes that unscale, clip and cast them; and
 the host's waits for every parameter's norm and overflow.
 
-- On one rank nothing is reduced, so nothing goes through reduction buckets. Forwards wait for
-  their own weights only, and so does every other access to a parameter from Python.
+- On one rank nothing is reduced, so nothing goes through reduction buckets, and a backward ends
+  when it is launched. Forwards wait for their own weights only, and so does every other access to a
+  parameter from Python.
 - On several, reductions are DeepSpeed's. Weights are gathered behind the step, bucket by bucket
   (`zero.gathers`): by all ranks, whether a rank waits for them in a forward, at an access or in
   `step()`.
-- With `overlap_comm` a backward ends when it is launched, and its gradients go on crossing the bus.
 - A step is skipped as a whole, or taken as a whole. Gradients are unscaled by the scale that they
   were made with.
 """
@@ -28,7 +28,6 @@ from deepspeed import comm as dist
 from deepspeed.runtime.utils import all_gather_dp_groups
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.runtime.zero.stage_1_and_2 import (
-    INITIAL_MICRO_STEP_ID,
     OPTIMIZER_ALLGATHER_TIMER,
     OPTIMIZER_GRADIENTS_TIMER,
     OPTIMIZER_STEP_TIMER,
@@ -174,6 +173,12 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             and self.communication_data_type in (self.dtype, torch.float32)
             and self.gradient_predivide_factor == 1.0
         )
+        if self._is_unreduced:
+            # DeepSpeed makes a bucket for each backward. With `overlap_comm` it waits for the whole
+            # device at the end of each, and so for gradients that cross the bus.
+            self.reduce_bucket_size = 1
+            if self.partition_gradients:
+                self.overlap_comm = False
         shapes, self._masters = self._masters, [without_data(each) for each in self._masters]
         for group, master in zip(self.optimizer.param_groups, self._masters, strict=True):
             group["params"] = [master]
@@ -272,40 +277,18 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
 
     # ---- the backward ----
 
-    def scale_if_loss(self, value: Any) -> Any:
-        """What DeepSpeed's `engine.backward` calls first."""
-        self._backward.announce()
-        return super().scale_if_loss(value)
-
-    def clear_backward_seen_flag(self) -> None:
-        """The beginning of a forward."""
-        self._backward.note_forward()
-        super().clear_backward_seen_flag()
-
     def backward_prologue(self) -> None:
-        """The beginning of a backward."""
-        self._drop_left_out()
-        self._backward.begin()
+        """Autograd has reached the outputs of a forward."""
+        self._backward.begin(self._backward_active_depth)
         self._partitions.let_go()
         super().backward_prologue()
-
-    def process_gradients(self, param: Any, i: int) -> None:
-        """A gradient is there."""
-        # Before the prologue: of a parameter that is used outside the forward, or of a loss that
-        # has its own backward in the forward.
-        self._drop_left_out()
-        self._backward.note_gradient()
-        super().process_gradients(param, i)
 
     def backward_epilogue(self, *args: Any, **kwargs: Any) -> None:
         """The end of a backward."""
         super().backward_epilogue(*args, **kwargs)
+        # Of all forwards that it began at.
+        self._backward_active_depth: int = 1
         self._backward.end()
-
-    def _drop_left_out(self) -> None:
-        """Drops complete gradients that the program has left out by `zero_grad`."""
-        if self._backward.pop_cleared() and self._partitions.gradients.is_any_complete:
-            self._forget_gradients()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As DeepSpeed's; after a backward that raised, drops all gradients since the last step.
@@ -313,11 +296,11 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         Those of a step are dropped by the next backward, where they are complete and no step comes
         in between. DeepSpeed adds some of them to the next ones.
         """
-        self._backward.note_cleared()
-        if self._backward.is_unended:
+        if self._backward.is_left(self._backward_active_depth):
             self._drop_gradients()
             stop_all(self.timers)
         else:
+            self._backward.note_cleared()
             self._clear_gradients(set_to_none)
 
     def _clear_gradients(self, set_to_none: bool = True) -> None:
@@ -327,14 +310,6 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
 
     # ---- gradients ----
 
-    def setup_buckets(self) -> None:
-        """The beginning of a backward."""
-        if not self._is_unreduced:
-            super().setup_buckets()
-        elif not self.ready_for_gradients:
-            self.micro_step_id += 1
-            self.ready_for_gradients: bool = True
-
     def _sums_apart(self, group: int) -> bool:
         """Whether DeepSpeed sums the gradients of a group in fp32, in memory of its own.
 
@@ -343,7 +318,12 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         return _HAS_FP32_SUMS and bool(self._use_compact_grad_partition_buffer(group))
 
     def reduce_independent_p_g_buckets_and_remove_grads(self, param: Any, i: int) -> None:
-        """The gradient of a parameter is there."""
+        """The gradient of a parameter is there.
+
+        On one rank it goes into no bucket: no copy of it, and no memory of the device for buckets.
+        """
+        if self._backward.pop_cleared() and self._partitions.gradients.is_any_complete:
+            self._forget_gradients()
         if not self._is_unreduced:
             self._keep_unbucketed(param)
             super().reduce_independent_p_g_buckets_and_remove_grads(param, i)
@@ -365,30 +345,6 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             # None where a module computes its gradient piece by piece.
             if grad is not None:
                 grad.record_stream(self.reduction_stream)
-
-    def reduce_ipg_grads(self, comm_dtype: torch.dtype | None = None) -> None:
-        """Reduces what is in buckets."""
-        if not self._is_unreduced:
-            super().reduce_ipg_grads(comm_dtype=comm_dtype)
-
-    def independent_gradient_partition_epilogue(self) -> None:
-        """The end of a backward: reduces what is left in buckets, and frees these.
-
-        With `overlap_comm` DeepSpeed waits for the whole device here. Gradients that cross the bus
-        would be waited for too, and the step could not begin with those that have come. So the
-        current stream waits for the reductions, and the program for nothing.
-        """
-        if not self.overlap_comm or self._partitions.device.type != "cuda":
-            super().independent_gradient_partition_epilogue()
-            return
-        self.reduce_ipg_grads()
-        self.params_already_reduced[:] = [False] * len(self.params_already_reduced)
-        # What is freed below is used again behind the current stream.
-        self._order_reductions()
-        self._clear_previous_reduced_grads()
-        self._release_ipg_buffers()
-        self._clear_param_grad_only()
-        self._epilogue_ran_this_backward = True
 
     def copy_grads_in_partition(self, param: Any, group_idx: int | None = None) -> None:
         """The gradient of a parameter that this rank steps, or of a part of it, is reduced."""
@@ -413,24 +369,20 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             )
         self.clear_grad_attribute(param)
 
-    def _finalize_cpu_offload_gradient_accumulation(self) -> None:
-        # The step sends what has not been sent.
-        pass
-
     # ---- the step ----
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
         """Steps all partitions in the background, or skips the step if a gradient is not finite."""
-        self.micro_step_id = INITIAL_MICRO_STEP_ID
         # Not told: the others are still in the backward that this rank has left.
-        self._backward.check()
+        self._backward.check(self._backward_active_depth)
         if self._gathers is not None:
             # A rank whose last step has failed tells the others now, and all raise. None writes a
             # step before all have committed the last one.
             self.synchronize()
         self._agreement.check()
-        try:
+        settle = self._partitions.end_left_step
+        with self._backward.stepping(settle, self._drop_gradients, self.timers):
             self.timers(OPTIMIZER_GRADIENTS_TIMER).start()
             norm = self._norm()
             self.timers(OPTIMIZER_GRADIENTS_TIMER).stop()
@@ -449,12 +401,6 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
                 self._apply(gradient_scale(norm, scale, self.clip_grad))
             # An interrupt here drops them as well: what is left would be added to the next.
             self._release_sums()
-        except BaseException:
-            # First, and no call: a second Ctrl-C may end those that come next.
-            self._backward.has_left_step = True
-            end = self._partitions.end_left_step
-            self._backward.leave_step(end, self._drop_gradients, self.timers)
-            raise
         self.timers(OPTIMIZER_ALLGATHER_TIMER).start()
         if self._gathers is None:
             self._gather_weights()
@@ -465,15 +411,7 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         """The norm of all gradients since the last step, of all ranks. None has a step running."""
         with self._agreement.awaited():
             self._check_used()
-            # A program may step on another stream than it has had the backward on.
-            self._order_reductions()
             return self._partitions.gradients.norm(self._add_up)
-
-    def _order_reductions(self) -> None:
-        """The current stream comes after the reductions of gradients."""
-        device = self._partitions.device
-        if device.type == "cuda" and self.overlap_comm:
-            torch.cuda.current_stream(device).wait_stream(self.reduction_stream)
 
     def _gather_weights(self) -> None:
         """Every rank gets the weights of all partitions: a collective."""
@@ -553,7 +491,6 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         """Drops all gradients since the last step that are reduced."""
         self._partitions.drop()
         self._release_sums()
-        self.micro_step_id = INITIAL_MICRO_STEP_ID
 
     def _release_sums(self) -> None:
         self.local_overflow = False
@@ -659,18 +596,6 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
     def _is_made(self) -> bool:
         # DeepSpeed's constructor reads its data before it calls `initialize_optimizer_states`.
         return hasattr(self, "_partitions")
-
-    def state_dict(self) -> dict[str, Any]:
-        """As DeepSpeed's, after the last step is complete."""
-        self.synchronize()
-        state: dict[str, Any] = super().state_dict()
-        return state
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """As DeepSpeed's, after the last step is complete."""
-        self.synchronize()
-        self._partitions.synchronize()
-        super().load_state_dict(*args, **kwargs)
 
     def offload_states(self, include: Collection[Any] | None = None, **kwargs: Any) -> None:
         """As DeepSpeed's, of what is not in host memory already."""
