@@ -43,11 +43,10 @@ from stepwell.deepspeed.zero.backward import Backward
 from stepwell.deepspeed.zero.exposure import Exposure
 from stepwell.deepspeed.zero.fragment import Fragment
 from stepwell.deepspeed.zero.gathers import GatheredWeights
+from stepwell.deepspeed.zero.offloaded import Offloaded
 from stepwell.deepspeed.zero.operands import Operands, global_norm, gradient_scale
 from stepwell.deepspeed.zero.partition import Partition, without_data
-from stepwell.deepspeed.zero.partition_work import PartitionWork
 from stepwell.deepspeed.zero.partitions import Partitions
-from stepwell.deepspeed.zero.swapped import commit_last_step, swapped_on
 from stepwell.deepspeed.zero.timers import stop_all
 from stepwell.ranks.agreement import Agreement
 from stepwell.ranks.peers import Peers
@@ -65,7 +64,7 @@ _HAS_FP32_SUMS = has_fp32_sums()
 _ON_DEVICE = (OffloadStateTypeEnum.lp_params, OffloadStateTypeEnum.lp_grads)
 
 
-class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # DeepSpeed has no types
+class OffloadZeroOptimizer(Offloaded, DeepSpeedZeroOptimizer):  # type: ignore[misc]  # DeepSpeed has no types
     """See the module. Takes what its base class takes, and the `plan` that chose it."""
 
     def __init__(
@@ -79,7 +78,6 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         self._masters: list[torch.Tensor] = []
         self.stepwell_homes: list[RamHome] = []
         """Of the partitions, by group; none while DeepSpeed's constructor makes them."""
-        self._partitions: Partitions
         self._plan = plan
         self._operands = Operands(init_optimizer, dist.get_rank())
         self._gate: Gate | None = None
@@ -199,18 +197,9 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             [(self.param_names.get(param), tuple(param.shape)) for param in group]
             for group in self.round_robin_bit16_groups
         ]
-        new_state, threads = self._operands.new_state, self._plan.options.threads
-        self._operands.swapped = swapped_on(self._plan.volume, params, new_state, threads=threads)
+        self._name_volume(params)
         self._partitions = self._open_partitions(partitions)
-        self._operands.forget_unused_volume()
-        self.stepwell_homes = [
-            RamHome(
-                self.optimizer,
-                master,
-                PartitionWork(self._partitions, group, self._operands.swapped),
-            )
-            for group, master in enumerate(self._masters)
-        ]
+        self.stepwell_homes = self._homes(self._masters)
         if self._plan.is_resumed:
             self._operands.resume(self._partitions.resumed, self._masters)
             self._gather_weights()
@@ -247,30 +236,6 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             return {}
         return {param: self._fragment(param) for param in self._all_params()}
 
-    @property
-    def committed_steps(self) -> int | None:
-        """How many steps the volume has committed: what a run that is resumed begins with.
-
-        None: there is no volume, or it commits none. Skipped steps do not count.
-        """
-        self.synchronize()
-        swapped = self._operands.swapped
-        return None if swapped is None else swapped.volume.committed_steps
-
-    def commit(self) -> None:
-        """Commits the last step to the volume, where `commit_interval` has not. Collective.
-
-        Raises:
-            ValueError: there is no volume that commits.
-            OSError: the step failed in the background, or the commit did; or another rank's.
-        """
-        commit_last_step(self._operands.swapped, self.synchronize)
-
-    @property
-    def timing(self) -> dict[str, float]:
-        """What the last step took in the background, as `OffloadAdamW.timing`."""
-        return self._partitions.timing()
-
     def _get_offload_gradient_dict(self) -> None:
         # Fragments get and set gradients by their home.
         pass
@@ -287,7 +252,7 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         """The end of a backward."""
         super().backward_epilogue(*args, **kwargs)
         # Of all forwards that it began at.
-        self._backward_active_depth: int = 1
+        self._backward_active_depth: int = min(self._backward_active_depth, 1)
         self._backward.end()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -325,26 +290,21 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         if self._backward.pop_cleared() and self._partitions.gradients.is_any_complete:
             self._forget_gradients()
         if not self._is_unreduced:
-            self._keep_unbucketed(param)
+            if not _HAS_FP32_SUMS and self.overlap_comm:
+                self._keep(param)
             super().reduce_independent_p_g_buckets_and_remove_grads(param, i)
         elif param.numel() > 0 and getattr(param, "ds_grad_is_ready", True):
             self.copy_grads_in_partition(param, i)
 
-    def _keep_unbucketed(self, param: Any) -> None:
-        """Has memory outlast the reduction that reads it, of a gradient larger than a bucket.
+    def _keep(self, param: Any) -> None:
+        """Has a gradient outlast its reduction.
 
-        The releases without fp32 sums free it when the reduction is launched.
+        Releases without fp32 sums free one that is larger than a bucket when that is launched.
         """
-        if (
-            not _HAS_FP32_SUMS
-            and self.overlap_comm
-            and self._partitions.device.type == "cuda"
-            and param.numel() > self.reduce_bucket_size
-        ):
-            grad = self.get_param_gradient_attribute(param)
-            # None where a module computes its gradient piece by piece.
-            if grad is not None:
-                grad.record_stream(self.reduction_stream)
+        grad = self.get_param_gradient_attribute(param)
+        # None where a module computes its gradient piece by piece.
+        if grad is not None and grad.is_cuda:
+            grad.record_stream(self.reduction_stream)
 
     def copy_grads_in_partition(self, param: Any, group_idx: int | None = None) -> None:
         """The gradient of a parameter that this rank steps, or of a part of it, is reduced."""

@@ -44,19 +44,17 @@ from deepspeed.runtime.zero.stage3 import OPTIMIZER_STEP_TIMER, DeepSpeedZeroOpt
 from stepwell import _core
 from stepwell._tensors import tensor_on
 from stepwell.deepspeed.options import with_unpinned_weights
-from stepwell.deepspeed.state.home import RamHome
 from stepwell.deepspeed.zero.backward import Backward
 from stepwell.deepspeed.zero.device_share import DeviceShare
 from stepwell.deepspeed.zero.fragment import Fragment
 from stepwell.deepspeed.zero.gradients import Gradients
+from stepwell.deepspeed.zero.offloaded import Offloaded
 from stepwell.deepspeed.zero.operands import Operands, global_norm, gradient_scale
 from stepwell.deepspeed.zero.partition import Partition, without_data
-from stepwell.deepspeed.zero.partition_work import PartitionWork
 from stepwell.deepspeed.zero.partitions import Partitions
 from stepwell.deepspeed.zero.persistent_gate import PersistentGate
 from stepwell.deepspeed.zero.prefetch import bound_prefetch, is_little_ahead
 from stepwell.deepspeed.zero.sub_group_gradients import SubGroupGradients
-from stepwell.deepspeed.zero.swapped import commit_last_step, swapped_on
 from stepwell.deepspeed.zero.timers import stop_all
 from stepwell.deepspeed.zero.touched import TouchedMemory
 from stepwell.ranks.agreement import Agreement
@@ -77,7 +75,7 @@ _ON_DEVICE = (OffloadStateTypeEnum.lp_params, OffloadStateTypeEnum.contiguous_gr
 
 
 # DeepSpeed has no types.
-class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
+class OffloadZeroOptimizerStage3(Offloaded, DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
     """See the module. Takes what its base class takes, and the `plan` that chose it."""
 
     # None: DeepSpeed's hooks have weights on the device.
@@ -245,8 +243,7 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
             [(self.param_names.get(param), tuple(param.ds_shape)) for param in group]
             for group in self.fp16_groups
         ]
-        new_state, threads = self._operands.new_state, self._plan.options.threads
-        self._operands.swapped = swapped_on(self._plan.volume, params, new_state, threads=threads)
+        self._name_volume(params)
         self._partitions = Partitions(
             partitions,
             swapped=self._operands.swapped,
@@ -263,18 +260,10 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         )
         # DeepSpeed gathers on a stream of its own.
         self._partitions.are_weights_read_elsewhere = not self.offload_param
-        self._operands.forget_unused_volume()
         for buffer in self._weight_buffers:
             self._partitions.pin(buffer)
         self._weight_buffers.clear()
-        self.stepwell_homes = [
-            RamHome(
-                self.optimizer,
-                master,
-                PartitionWork(self._partitions, group, self._operands.swapped),
-            )
-            for group, master in enumerate(self.fp32_partitioned_groups_flat)
-        ]
+        self.stepwell_homes = self._homes(masters)
         # Where DeepSpeed makes a flat buffer of gradients next, without memory.
         self.device = torch.device("meta")
 
@@ -294,30 +283,6 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         moments_bytes = self._operands.moments_bytes(weight.to("meta", master.dtype))
         return Partition(master, weight, dtype, moments_bytes, is_offloaded=self.offload_param)
 
-    @property
-    def committed_steps(self) -> int | None:
-        """How many steps the volume has committed: what a run that is resumed begins with.
-
-        None: there is no volume, or it commits none. Skipped steps do not count.
-        """
-        self._partitions.finish()
-        swapped = self._operands.swapped
-        return None if swapped is None else swapped.volume.committed_steps
-
-    def commit(self) -> None:
-        """Commits the last step to the volume, where `commit_interval` has not. Collective.
-
-        Raises:
-            ValueError: there is no volume that commits.
-            OSError: the step failed in the background, or the commit did; or another rank's.
-        """
-        commit_last_step(self._operands.swapped, self._partitions.finish)
-
-    @property
-    def timing(self) -> dict[str, float]:
-        """What the last step took in the background, as `OffloadAdamW.timing`."""
-        return self._partitions.timing()
-
     def _set_after_step(self, *, is_after: bool) -> None:
         self._is_after_step = is_after
         if self._fetcher is not None:
@@ -336,7 +301,7 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         """The end of a backward."""
         super().backward_epilogue()
         # Of all forwards that it began at.
-        self._backward_active_depth: int = 1
+        self._backward_active_depth: int = min(self._backward_active_depth, 1)
         self._backward.end()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
