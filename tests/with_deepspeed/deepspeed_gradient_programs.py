@@ -26,14 +26,14 @@ LEFT_OUT = {"one backward": {}, "two": {"gradient_accumulation_steps": 2}}
 """Options of runs whose program leaves steps out."""
 
 
-def fail_backward(engine, batch, *, plainly=False):
+def fail_backward(engine, batch, *, plainly=False, loss_of=squared):
     """A backward that raises when some gradients are there already."""
 
     def fail(_):
         raise RuntimeError("out of memory")
 
     handle = engine.module[0].weight.register_hook(fail)
-    loss = squared(engine, batch)
+    loss = loss_of(engine, batch)
     try:
         loss.backward() if plainly else engine.backward(loss)
     except RuntimeError as error:
@@ -127,6 +127,27 @@ def outside(config):
 
     engine = initialize(model, config)
     losses = train(engine, vectors(6), loss_of)
+    found = losses, partitions(engine)
+    engine.destroy()
+    return found
+
+
+def from_two_forwards(config):
+    """A run whose losses are of two forwards each; one backward of them raises, and is dropped."""
+
+    def loss_of(engine, x):
+        return squared(engine, x) + squared(engine, -x)
+
+    engine = initialize(perceptron(), config)
+    losses = []
+    for nth in range(4):
+        if nth == 2 and config["stepwell"]["engine"]:
+            (other,) = vectors(1, first=100)
+            fail_backward(engine, other, loss_of=loss_of)
+            engine.optimizer.zero_grad()
+        losses += train(engine, vectors(1, first=nth), loss_of)
+        # As a program that clears before each backward.
+        engine.optimizer.zero_grad()
     found = losses, partitions(engine)
     engine.destroy()
     return found
@@ -332,6 +353,7 @@ def program_gradients(result):
         result["cleared", stage] = [
             cleared({**each, "gradient_accumulation_steps": 3}) for each in paths
         ]
+        result["two forwards", stage] = [from_two_forwards(each) for each in paths]
         # What is clipped has a norm in whose last bit the paths differ.
         result["resized", stage] = [resized({**each, "gradient_clipping": 10.0}) for each in paths]
         result["skipped", stage] = skipped(stage)
