@@ -27,7 +27,8 @@ class Backward:
     until the gradients are dropped.
 
     How many backwards have begun and not ended DeepSpeed counts (`_backward_active_depth`): `depth`
-    here. One backward of the outputs of several forwards counts for each of them.
+    here. One backward of the outputs of several forwards counts for each of them, and none does of
+    outputs in which DeepSpeed finds no tensor.
     """
 
     def __init__(self) -> None:

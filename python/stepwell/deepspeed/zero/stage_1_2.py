@@ -20,6 +20,7 @@ the host's waits for every parameter's norm and overflow.
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -405,18 +406,14 @@ class OffloadZeroOptimizer(Offloaded, DeepSpeedZeroOptimizer):  # type: ignore[m
         """Raises AssertionError, as DeepSpeed, where every parameter should have a gradient."""
         if self.ignore_unused_parameters:
             return
-        unused = [
-            param
-            for params in self.params_in_partition
-            for param in params
-            if not self._partitions.gradients.has_gradient(self._fragment(param))
-        ]
+        has_gradient = self._partitions.gradients.has_gradient
+        params = itertools.chain.from_iterable(self.params_in_partition)
+        unused = [param for param in params if not has_gradient(self._fragment(param))]
         if unused:
             names = ", ".join(f"`{self.param_names.get(param, '?')}`" for param in unused[:4])
             raise AssertionError(
                 f"{len(unused)} parameters got no gradient: {names}; nothing was changed. hint: "
-                "zero_optimization.ignore_unused_parameters true, or a loss to which all "
-                "parameters contribute"
+                "zero_optimization.ignore_unused_parameters true, or a loss of all parameters"
             )
 
     def _add_up(self, squares: torch.Tensor) -> float:
@@ -509,7 +506,8 @@ class OffloadZeroOptimizer(Offloaded, DeepSpeedZeroOptimizer):  # type: ignore[m
         """Whether accesses wait for the weights of the step that comes."""
         if self._gate is None or not self._gate.is_open:
             return False
-        self._gate.open(self._all_params(), self._exposed())
+        exposed = self._exposure.exposed(self.bit16_groups_flat, self.bit16_groups)
+        self._gate.open(self._all_params(), exposed)
         return True
 
     def watch(self, module: torch.nn.Module) -> None:
@@ -539,10 +537,6 @@ class OffloadZeroOptimizer(Offloaded, DeepSpeedZeroOptimizer):  # type: ignore[m
                 holders += [mapping.hp_fragment, *(mapping.optim_fragment or {}).values()]
         return self._partitions.protect(parts, holders)
 
-    def _exposed(self) -> list[torch.Tensor]:
-        """Parameters whose weights can be reached without a use that the gate's guard sees."""
-        return self._exposure.exposed(self.bit16_groups_flat, self.bit16_groups)
-
     def synchronize(self) -> None:
         """Waits until the last step is complete in host memory.
 
@@ -564,25 +558,12 @@ class OffloadZeroOptimizer(Offloaded, DeepSpeedZeroOptimizer):  # type: ignore[m
         wanted = [kind for kind in _ON_DEVICE if include is None or kind in include]
         super().offload_states(include=wanted, **kwargs)
 
-    def reload_states(self, non_blocking: bool = False) -> None:
-        """As DeepSpeed's."""
-        super().reload_states(non_blocking)
-        # They are in other memory.
-        self._exposure = Exposure(self.bit16_groups_flat)
-
     def destroy(self) -> None:
-        """Ends the use of the device, and of a volume."""
+        """Ends the use of the device, and frees the host memory of gradients and uploads."""
         if self._is_made():
-            # Copies first: these are waited for also where a step has failed. No step takes them.
-            self._partitions.drop()
             self.synchronize()
-            if self._operands.swapped is None:
-                self._partitions.synchronize()
-                # Without a step it lasts until now.
-                self._partitions.claim.end()
-            else:
-                self._partitions.end()
-        # Where the partitions have ended, the thread that gathers ends with them.
+            self._partitions.end()
+        # The thread that gathers ends with the partitions.
         self._gate = self._gathers = None
         self._agreement.end()
         super().destroy()
