@@ -36,12 +36,11 @@ from deepspeed.runtime.zero.stage_1_and_2 import (
     DeepSpeedZeroOptimizer,
 )
 
-from stepwell.access.gate import Gate
 from stepwell.access.under_way import without_waiting
 from stepwell.deepspeed.release import has_fp32_sums
 from stepwell.deepspeed.state.home import RamHome
 from stepwell.deepspeed.zero.backward import Backward
-from stepwell.deepspeed.zero.exposure import Exposure
+from stepwell.deepspeed.zero.flat_gate import FlatGate
 from stepwell.deepspeed.zero.fragment import Fragment
 from stepwell.deepspeed.zero.gathers import GatheredWeights
 from stepwell.deepspeed.zero.offloaded import Offloaded
@@ -55,6 +54,7 @@ from stepwell.ranks.peers import Peers
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
+    from stepwell.access.guard import Uploads
     from stepwell.deepspeed.plan import Plan
     from stepwell.deepspeed.zero.operands import Operand
 
@@ -81,7 +81,7 @@ class OffloadZeroOptimizer(Offloaded, DeepSpeedZeroOptimizer):  # type: ignore[m
         """Of the partitions, by group; none while DeepSpeed's constructor makes them."""
         self._plan = plan
         self._operands = Operands(init_optimizer, dist.get_rank())
-        self._gate: Gate | None = None
+        self._gate: FlatGate | None = None
         # Of several ranks that gather behind the step, and not at its end.
         self._gathers: GatheredWeights | None = None
         self._backward = Backward()
@@ -105,8 +105,6 @@ class OffloadZeroOptimizer(Offloaded, DeepSpeedZeroOptimizer):  # type: ignore[m
             gatherer=None if self._gathers is None else self._gathers.gatherer,
             peers=peers,
         )
-        # No weight is read by what DeepSpeed's optimizer holds, but in methods that wait.
-        self._exposure = Exposure(self.bit16_groups_flat)
 
     # ---- data ----
 
@@ -490,7 +488,8 @@ class OffloadZeroOptimizer(Offloaded, DeepSpeedZeroOptimizer):  # type: ignore[m
 
         Returns what a deferred step updates at once; None: it is exact.
         """
-        self._is_guarded = self._open_gate() and self._protect(operands)
+        is_open = self._gate is not None and self._gate.open_all()
+        self._is_guarded = is_open and self._protect(operands)
         return None
 
     def _wait_for_weights(self) -> None:
@@ -502,19 +501,17 @@ class OffloadZeroOptimizer(Offloaded, DeepSpeedZeroOptimizer):  # type: ignore[m
 
     # ---- waiting ----
 
-    def _open_gate(self) -> bool:
-        """Whether accesses wait for the weights of the step that comes."""
-        if self._gate is None or not self._gate.is_open:
-            return False
-        exposed = self._exposure.exposed(self.bit16_groups_flat, self.bit16_groups)
-        self._gate.open(self._all_params(), exposed)
-        return True
-
     def watch(self, module: torch.nn.Module) -> None:
         """Forwards of `module` are those that use the parameters, and wait for them."""
         if self._plan.gate == "module":
-            self._gate = Gate(module, self._all_params())
-            self._gate.attach(self._all_params(), self._gathers or self._partitions)
+            self._watch(module, self._gathers or self._partitions)
+
+    def _watch(self, module: torch.nn.Module, uploads: Uploads, wait_bytes_max: int = 0) -> None:
+        # No weight is read by what DeepSpeed's optimizer holds, but in methods that wait.
+        flats = self.bit16_groups_flat
+        self._gate = FlatGate(
+            module, self.bit16_groups, flats, uploads, wait_bytes_max=wait_bytes_max
+        )
 
     def _all_params(self) -> list[torch.Tensor]:
         return [param for group in self.bit16_groups for param in group]
