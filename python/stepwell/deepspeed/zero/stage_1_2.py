@@ -65,7 +65,8 @@ _HAS_FP32_SUMS = has_fp32_sums()
 _ON_DEVICE = (OffloadStateTypeEnum.lp_params, OffloadStateTypeEnum.lp_grads)
 
 
-class OffloadZeroOptimizer(Offloaded, DeepSpeedZeroOptimizer):  # type: ignore[misc]  # DeepSpeed has no types
+# DeepSpeed has no types.
+class OffloadZeroOptimizer(Offloaded, DeepSpeedZeroOptimizer):  # type: ignore[misc]
     """See the module. Takes what its base class takes, and the `plan` that chose it."""
 
     def __init__(
