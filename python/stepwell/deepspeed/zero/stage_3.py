@@ -198,16 +198,6 @@ class OffloadZeroOptimizerStage3(Offloaded, DeepSpeedZeroOptimizer_Stage3):  # t
         }
         return dict(sorted(stepped.items(), key=itemgetter(1)))
 
-    @property
-    def subgroup_to_device(self) -> dict[int, str]:
-        """Where the masters are made: `meta` for those in host memory."""
-        return self._subgroup_to_device
-
-    @subgroup_to_device.setter
-    def subgroup_to_device(self, devices: dict[int, str]) -> None:
-        in_host_memory = range(self._num_groups_on_device(), len(self.fp16_partitioned_groups_flat))
-        self._subgroup_to_device = _FixedDevices(devices, dict.fromkeys(in_host_memory, "meta"))
-
     def _num_groups_on_device(self) -> int:
         """How many sub-groups have their state on the device, as DeepSpeed counts: the first."""
         return int((1 - self.partial_offload) * len(self.fp16_partitioned_groups_flat))
@@ -223,15 +213,27 @@ class OffloadZeroOptimizerStage3(Offloaded, DeepSpeedZeroOptimizer_Stage3):  # t
             self._weight_buffers.append(buffer)
             self.param_groups_fp16_flat_cpu_memory.append(tensor_on(buffer).view(self.dtype))
 
+    def _create_fp32_partitions(self) -> None:
+        """Called by DeepSpeed's constructor; makes the masters, in host memory without data.
+
+        `initialize_optimizer_states` makes these of the weights, so they are not copied twice.
+        """
+        device, dtype = get_accelerator().current_device_name(), self.master_weights_and_grads_dtype
+        for number, weight in enumerate(self.fp16_partitioned_groups_flat):
+            master = torch.empty(0, dtype=dtype, device="cpu")
+            if number < self._num_groups_on_device():
+                master = weight.detach().to(device, dtype, copy=True)
+            self.fp32_partitioned_groups_flat.append(master.requires_grad_())
+        for group in self.optimizer.param_groups:
+            # Here DeepSpeed's own step has one sub-group at a time.
+            group["params"] = []
+
     def initialize_optimizer_states(self) -> None:
         """Called by DeepSpeed's constructor.
 
         Makes the masters in host memory of the weights, and no fp32 gradients there.
         """
         masters, weights = self.fp32_partitioned_groups_flat, self.fp16_partitioned_groups_flat
-        for group, shape in enumerate(masters):
-            if shape.is_meta:
-                masters[group] = without_data(shape)
         count = self._num_groups_on_device()
         self._share = DeviceShare(dict(enumerate(masters[:count])))
         partitions = [
@@ -531,14 +533,3 @@ class OffloadZeroOptimizerStage3(Offloaded, DeepSpeedZeroOptimizer_Stage3):  # t
         self._partitions.end()
         self._share.end()
         super().destroy()
-
-
-class _FixedDevices(dict[int, str]):
-    """Devices of sub-groups, of which some stay what they are."""
-
-    def __init__(self, devices: dict[int, str], fixed: dict[int, str]) -> None:
-        super().__init__(devices | fixed)
-        self._fixed = fixed
-
-    def __setitem__(self, group: int, device: str) -> None:
-        super().__setitem__(group, self._fixed.get(group, device))
