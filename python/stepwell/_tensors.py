@@ -29,11 +29,9 @@ __all__ = [
     "check_strided",
     "contiguous_hint",
     "has_memory",
-    "has_other_holders",
     "is_run",
     "ordinary_tensors",
     "references",
-    "shares_memory",
     "tensor_on",
     "view",
 ]
@@ -123,21 +121,6 @@ def references(tensor: torch.Tensor) -> tuple[int, int, int]:
 _, COUNT_ALONE, COUNT_ALONE_IN_PYTHON = references(torch.empty(1, device="cpu"))
 """Both counts for a tensor that shares its memory with none. They depend on the versions of torch
 and Python."""
-
-
-def shares_memory(tensor: torch.Tensor) -> bool:
-    """Whether another tensor, of Python or of C++, refers to the memory of `tensor`."""
-    _, count, _ = references(tensor)
-    return count > COUNT_ALONE
-
-
-def has_other_holders(tensor: torch.Tensor) -> bool:
-    """Whether anything but `tensor` refers to its memory: a tensor, or a storage that is kept.
-
-    What no count shows: an array on the memory, and a copy that a stream has yet to make.
-    """
-    _, count, count_in_python = references(tensor)
-    return count > COUNT_ALONE or count_in_python > COUNT_ALONE_IN_PYTHON
 
 
 def has_memory(tensor: torch.Tensor) -> bool:

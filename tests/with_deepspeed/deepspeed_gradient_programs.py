@@ -26,14 +26,14 @@ LEFT_OUT = {"one backward": {}, "two": {"gradient_accumulation_steps": 2}}
 """Options of runs whose program leaves steps out."""
 
 
-def fail_backward(engine, batch, *, plainly=False):
+def fail_backward(engine, batch, *, plainly=False, loss_of=squared):
     """A backward that raises when some gradients are there already."""
 
     def fail(_):
         raise RuntimeError("out of memory")
 
     handle = engine.module[0].weight.register_hook(fail)
-    loss = squared(engine, batch)
+    loss = loss_of(engine, batch)
     try:
         loss.backward() if plainly else engine.backward(loss)
     except RuntimeError as error:
@@ -132,62 +132,25 @@ def outside(config):
     return found
 
 
-class Shifted(torch.nn.Module):
-    """Parameters whose gradients lie in the memory of what autograd has for the layer before."""
+def from_two_forwards(config):
+    """A run whose losses are of two forwards each; one backward of them raises, and is dropped."""
 
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.last = torch.nn.Linear(32, 32), torch.nn.Linear(32, 32)
-        self.one, self.two = (torch.nn.Parameter(torch.randn(4, 32)) for _ in range(2))
+    def loss_of(engine, x):
+        return squared(engine, x) + squared(engine, -x)
 
-    def forward(self, x):
-        shifted = self.first(x.unsqueeze(0)) + self.one.unsqueeze(0) + self.two.unsqueeze(0)
-        return self.last(shifted)[0]
-
-
-def shared_memory(engine, rank):
-    """Losses where some gradients share memory, and each is reduced when the next one comes."""
-    made = initialize(
-        Shifted(),
-        configuration(
-            stage=3,
-            dtype="bf16",
-            zero={"reduce_bucket_size": 4 * 32, "stage3_param_persistence_threshold": 0},
-            stepwell={"engine": engine},
-        ),
-    )
-    losses = train(made, vectors(5, first=10 * rank), squared)
-    made.destroy()
-    return losses, []
-
-
-def transposed(param, _):
-    """The gradient is another one, whose rows do not lie one after the other."""
-    if param.grad.dim() == 2:
-        shape = param.grad.shape
-        # No view, which would have a base.
-        memory = torch.empty_strided(shape, (1, shape[0]), dtype=param.grad.dtype)
-        param.grad = memory.copy_(param.grad)
-
-
-def held(param, found):
-    """The program has the memory of the gradient as an array, which no tensor knows of."""
-    array = param.grad.numpy().copy()
-    param.grad = torch.from_numpy(array)
-    found.append(array)
-
-
-def hooked(engine, rank, hook):
-    """Losses with a hook that comes before the reduction, and sums of what the program holds."""
-    model, found = perceptron(), []
-    for param in model.parameters():
-        param.register_post_accumulate_grad_hook(lambda param: hook(param, found))
-    config = configuration(stage=3, zero={"reduce_bucket_size": 2048})
-    made = initialize(model, {**config, "stepwell": {"engine": engine}})
-    losses = train(made, vectors(5, first=10 * rank), squared)
-    made.destroy()
-    return [losses, [float(array.sum()) for array in found]], []
+    engine = initialize(perceptron(), config)
+    losses = []
+    for nth in range(4):
+        if nth == 2 and config["stepwell"]["engine"]:
+            (other,) = vectors(1, first=100)
+            fail_backward(engine, other, loss_of=loss_of)
+            engine.optimizer.zero_grad()
+        losses += train(engine, vectors(1, first=nth), loss_of)
+        # As a program that clears before each backward.
+        engine.optimizer.zero_grad()
+    found = losses, partitions(engine)
+    engine.destroy()
+    return found
 
 
 def refused(*, is_on_engine):
@@ -332,6 +295,7 @@ def program_gradients(result):
         result["cleared", stage] = [
             cleared({**each, "gradient_accumulation_steps": 3}) for each in paths
         ]
+        result["two forwards", stage] = [from_two_forwards(each) for each in paths]
         # What is clipped has a norm in whose last bit the paths differ.
         result["resized", stage] = [resized({**each, "gradient_clipping": 10.0}) for each in paths]
         result["skipped", stage] = skipped(stage)
@@ -358,11 +322,6 @@ def program_gradients_ranks(result):
 
     stepwell.deepspeed.register()
     rank = int(os.environ["RANK"])
-    result["ZeRO-3, shared memory"] = [shared_memory(engine, rank) for engine in (False, True)]
-    for hook in (transposed, held):
-        result[f"ZeRO-3, {hook.__name__}"] = [
-            hooked(engine, rank, hook) for engine in (False, True)
-        ]
     for stage in (1, 2, 3):
         for name, options in {
             "": {"zero": {"reduce_bucket_size": 1500}},

@@ -52,6 +52,11 @@ def test_zero_grad_between_micro_batches_is_deepspeeds(runs, stage):
     assert ours[0] == theirs[0]
 
 
+@STAGES
+def test_one_backward_of_two_forwards_has_ended_when_it_is_over(runs, stage):
+    assert_same(*runs["two forwards", stage])
+
+
 @pytest.mark.parametrize("name", OUTSIDE)
 def test_gradients_that_come_before_the_backward_of_the_forward_are_stepped(runs, name):
     assert_same(*runs[f"outside, {name}"])

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from stepwell.access.gate import LANDING_BYTES_MAX, Gate
+from stepwell.access.gate import LANDING_BYTES_MAX
 from stepwell.deepspeed.logs import warn
 from stepwell.deepspeed.zero.partitions import Deferral, Partitions
 from stepwell.deepspeed.zero.runs import Source
@@ -93,9 +93,7 @@ class DeferredZeroOptimizer(OffloadZeroOptimizer):
         weights.
         """
         if self._is_alone:
-            params = self._all_params()
-            self._gate = Gate(module, params, wait_bytes_max=LANDING_BYTES_MAX)
-            self._gate.attach(params, self._partitions)
+            self._watch(module, self._partitions, LANDING_BYTES_MAX)
         else:
             hook = _LateUse(self)
             for handle in (
@@ -165,9 +163,9 @@ class DeferredZeroOptimizer(OffloadZeroOptimizer):
             kind = StepKind.EXACT
         self._steps.note(kind)
         # Those that the step itself waits for.
-        uncovered = self._all_params() if self._gate is not None else []
-        if self._open_gate() and self._gate is not None:
-            uncovered = self._gate.uncovered
+        uncovered: list[torch.Tensor] = []
+        if self._gate is not None:
+            uncovered = self._gate.uncovered if self._gate.open_all() else self._all_params()
         return {self._fragment(each) for each in uncovered} if kind is StepKind.DEFERRED else None
 
     def _wait_for_weights(self) -> None:

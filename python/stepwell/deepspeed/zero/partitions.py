@@ -91,7 +91,7 @@ class _Held(NamedTuple):
     """Of its stochastic rounding."""
     weight: int
     """The address of its weights on the device: a view would be another holder of their memory
-    (`exposure`). 0: they stay in host memory."""
+    (`flat_gate`). 0: they stay in host memory."""
     itemsize: int
     """Of these."""
 

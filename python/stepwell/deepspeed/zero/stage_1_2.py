@@ -8,18 +8,19 @@ what is logged. How gradients and weights travel is said in `stepwell.deepspeed.
 Three things are gone: fp32 gradients on the host; the passes that unscale, clip and cast them; and
 the host's waits for every parameter's norm and overflow.
 
-- On one rank nothing is reduced, so nothing goes through reduction buckets. Forwards wait for
-  their own weights only, and so does every other access to a parameter from Python.
+- On one rank nothing is reduced, so nothing goes through reduction buckets, and a backward ends
+  when it is launched. Forwards wait for their own weights only, and so does every other access to a
+  parameter from Python.
 - On several, reductions are DeepSpeed's. Weights are gathered behind the step, bucket by bucket
   (`zero.gathers`): by all ranks, whether a rank waits for them in a forward, at an access or in
   `step()`.
-- With `overlap_comm` a backward ends when it is launched, and its gradients go on crossing the bus.
 - A step is skipped as a whole, or taken as a whole. Gradients are unscaled by the scale that they
   were made with.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,6 @@ from deepspeed import comm as dist
 from deepspeed.runtime.utils import all_gather_dp_groups
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.runtime.zero.stage_1_and_2 import (
-    INITIAL_MICRO_STEP_ID,
     OPTIMIZER_ALLGATHER_TIMER,
     OPTIMIZER_GRADIENTS_TIMER,
     OPTIMIZER_STEP_TIMER,
@@ -36,19 +36,17 @@ from deepspeed.runtime.zero.stage_1_and_2 import (
     DeepSpeedZeroOptimizer,
 )
 
-from stepwell.access.gate import Gate
 from stepwell.access.under_way import without_waiting
 from stepwell.deepspeed.release import has_fp32_sums
 from stepwell.deepspeed.state.home import RamHome
 from stepwell.deepspeed.zero.backward import Backward
-from stepwell.deepspeed.zero.exposure import Exposure
+from stepwell.deepspeed.zero.flat_gate import FlatGate
 from stepwell.deepspeed.zero.fragment import Fragment
 from stepwell.deepspeed.zero.gathers import GatheredWeights
+from stepwell.deepspeed.zero.offloaded import Offloaded
 from stepwell.deepspeed.zero.operands import Operands, global_norm, gradient_scale
 from stepwell.deepspeed.zero.partition import Partition, without_data
-from stepwell.deepspeed.zero.partition_work import PartitionWork
 from stepwell.deepspeed.zero.partitions import Partitions
-from stepwell.deepspeed.zero.swapped import commit_last_step, swapped_on
 from stepwell.deepspeed.zero.timers import stop_all
 from stepwell.ranks.agreement import Agreement
 from stepwell.ranks.peers import Peers
@@ -56,6 +54,7 @@ from stepwell.ranks.peers import Peers
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
+    from stepwell.access.guard import Uploads
     from stepwell.deepspeed.plan import Plan
     from stepwell.deepspeed.zero.operands import Operand
 
@@ -66,7 +65,8 @@ _HAS_FP32_SUMS = has_fp32_sums()
 _ON_DEVICE = (OffloadStateTypeEnum.lp_params, OffloadStateTypeEnum.lp_grads)
 
 
-class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # DeepSpeed has no types
+# DeepSpeed has no types.
+class OffloadZeroOptimizer(Offloaded, DeepSpeedZeroOptimizer):  # type: ignore[misc]
     """See the module. Takes what its base class takes, and the `plan` that chose it."""
 
     def __init__(
@@ -80,10 +80,9 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         self._masters: list[torch.Tensor] = []
         self.stepwell_homes: list[RamHome] = []
         """Of the partitions, by group; none while DeepSpeed's constructor makes them."""
-        self._partitions: Partitions
         self._plan = plan
         self._operands = Operands(init_optimizer, dist.get_rank())
-        self._gate: Gate | None = None
+        self._gate: FlatGate | None = None
         # Of several ranks that gather behind the step, and not at its end.
         self._gathers: GatheredWeights | None = None
         self._backward = Backward()
@@ -107,8 +106,6 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             gatherer=None if self._gathers is None else self._gathers.gatherer,
             peers=peers,
         )
-        # No weight is read by what DeepSpeed's optimizer holds, but in methods that wait.
-        self._exposure = Exposure(self.bit16_groups_flat)
 
     # ---- data ----
 
@@ -174,6 +171,12 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             and self.communication_data_type in (self.dtype, torch.float32)
             and self.gradient_predivide_factor == 1.0
         )
+        if self._is_unreduced:
+            # DeepSpeed makes a bucket for each backward. With `overlap_comm` it waits for the whole
+            # device at the end of each, and so for gradients that cross the bus.
+            self.reduce_bucket_size = 1
+            if self.partition_gradients:
+                self.overlap_comm = False
         shapes, self._masters = self._masters, [without_data(each) for each in self._masters]
         for group, master in zip(self.optimizer.param_groups, self._masters, strict=True):
             group["params"] = [master]
@@ -194,18 +197,9 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             [(self.param_names.get(param), tuple(param.shape)) for param in group]
             for group in self.round_robin_bit16_groups
         ]
-        new_state, threads = self._operands.new_state, self._plan.options.threads
-        self._operands.swapped = swapped_on(self._plan.volume, params, new_state, threads=threads)
+        self._name_volume(params)
         self._partitions = self._open_partitions(partitions)
-        self._operands.forget_unused_volume()
-        self.stepwell_homes = [
-            RamHome(
-                self.optimizer,
-                master,
-                PartitionWork(self._partitions, group, self._operands.swapped),
-            )
-            for group, master in enumerate(self._masters)
-        ]
+        self.stepwell_homes = self._homes(self._masters)
         if self._plan.is_resumed:
             self._operands.resume(self._partitions.resumed, self._masters)
             self._gather_weights()
@@ -242,70 +236,24 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             return {}
         return {param: self._fragment(param) for param in self._all_params()}
 
-    @property
-    def committed_steps(self) -> int | None:
-        """How many steps the volume has committed: what a run that is resumed begins with.
-
-        None: there is no volume, or it commits none. Skipped steps do not count.
-        """
-        self.synchronize()
-        swapped = self._operands.swapped
-        return None if swapped is None else swapped.volume.committed_steps
-
-    def commit(self) -> None:
-        """Commits the last step to the volume, where `commit_interval` has not. Collective.
-
-        Raises:
-            ValueError: there is no volume that commits.
-            OSError: the step failed in the background, or the commit did; or another rank's.
-        """
-        commit_last_step(self._operands.swapped, self.synchronize)
-
-    @property
-    def timing(self) -> dict[str, float]:
-        """What the last step took in the background, as `OffloadAdamW.timing`."""
-        return self._partitions.timing()
-
     def _get_offload_gradient_dict(self) -> None:
         # Fragments get and set gradients by their home.
         pass
 
     # ---- the backward ----
 
-    def scale_if_loss(self, value: Any) -> Any:
-        """What DeepSpeed's `engine.backward` calls first."""
-        self._backward.announce()
-        return super().scale_if_loss(value)
-
-    def clear_backward_seen_flag(self) -> None:
-        """The beginning of a forward."""
-        self._backward.note_forward()
-        super().clear_backward_seen_flag()
-
     def backward_prologue(self) -> None:
-        """The beginning of a backward."""
-        self._drop_left_out()
-        self._backward.begin()
+        """Autograd has reached the outputs of a forward."""
+        self._backward.begin(self._backward_active_depth)
         self._partitions.let_go()
         super().backward_prologue()
-
-    def process_gradients(self, param: Any, i: int) -> None:
-        """A gradient is there."""
-        # Before the prologue: of a parameter that is used outside the forward, or of a loss that
-        # has its own backward in the forward.
-        self._drop_left_out()
-        self._backward.note_gradient()
-        super().process_gradients(param, i)
 
     def backward_epilogue(self, *args: Any, **kwargs: Any) -> None:
         """The end of a backward."""
         super().backward_epilogue(*args, **kwargs)
+        # Of all forwards that it began at.
+        self._backward_active_depth: int = min(self._backward_active_depth, 1)
         self._backward.end()
-
-    def _drop_left_out(self) -> None:
-        """Drops complete gradients that the program has left out by `zero_grad`."""
-        if self._backward.pop_cleared() and self._partitions.gradients.is_any_complete:
-            self._forget_gradients()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As DeepSpeed's; after a backward that raised, drops all gradients since the last step.
@@ -313,11 +261,11 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         Those of a step are dropped by the next backward, where they are complete and no step comes
         in between. DeepSpeed adds some of them to the next ones.
         """
-        self._backward.note_cleared()
-        if self._backward.is_unended:
+        if self._backward.is_left(self._backward_active_depth):
             self._drop_gradients()
             stop_all(self.timers)
         else:
+            self._backward.note_cleared()
             self._clear_gradients(set_to_none)
 
     def _clear_gradients(self, set_to_none: bool = True) -> None:
@@ -327,14 +275,6 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
 
     # ---- gradients ----
 
-    def setup_buckets(self) -> None:
-        """The beginning of a backward."""
-        if not self._is_unreduced:
-            super().setup_buckets()
-        elif not self.ready_for_gradients:
-            self.micro_step_id += 1
-            self.ready_for_gradients: bool = True
-
     def _sums_apart(self, group: int) -> bool:
         """Whether DeepSpeed sums the gradients of a group in fp32, in memory of its own.
 
@@ -343,52 +283,28 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         return _HAS_FP32_SUMS and bool(self._use_compact_grad_partition_buffer(group))
 
     def reduce_independent_p_g_buckets_and_remove_grads(self, param: Any, i: int) -> None:
-        """The gradient of a parameter is there."""
+        """The gradient of a parameter is there.
+
+        On one rank it goes into no bucket: no copy of it, and no memory of the device for buckets.
+        """
+        if self._backward.pop_cleared() and self._partitions.gradients.is_any_complete:
+            self._forget_gradients()
         if not self._is_unreduced:
-            self._keep_unbucketed(param)
+            if not _HAS_FP32_SUMS and self.overlap_comm:
+                self._keep(param)
             super().reduce_independent_p_g_buckets_and_remove_grads(param, i)
         elif param.numel() > 0 and getattr(param, "ds_grad_is_ready", True):
             self.copy_grads_in_partition(param, i)
 
-    def _keep_unbucketed(self, param: Any) -> None:
-        """Has memory outlast the reduction that reads it, of a gradient larger than a bucket.
+    def _keep(self, param: Any) -> None:
+        """Has a gradient outlast its reduction.
 
-        The releases without fp32 sums free it when the reduction is launched.
+        Releases without fp32 sums free one that is larger than a bucket when that is launched.
         """
-        if (
-            not _HAS_FP32_SUMS
-            and self.overlap_comm
-            and self._partitions.device.type == "cuda"
-            and param.numel() > self.reduce_bucket_size
-        ):
-            grad = self.get_param_gradient_attribute(param)
-            # None where a module computes its gradient piece by piece.
-            if grad is not None:
-                grad.record_stream(self.reduction_stream)
-
-    def reduce_ipg_grads(self, comm_dtype: torch.dtype | None = None) -> None:
-        """Reduces what is in buckets."""
-        if not self._is_unreduced:
-            super().reduce_ipg_grads(comm_dtype=comm_dtype)
-
-    def independent_gradient_partition_epilogue(self) -> None:
-        """The end of a backward: reduces what is left in buckets, and frees these.
-
-        With `overlap_comm` DeepSpeed waits for the whole device here. Gradients that cross the bus
-        would be waited for too, and the step could not begin with those that have come. So the
-        current stream waits for the reductions, and the program for nothing.
-        """
-        if not self.overlap_comm or self._partitions.device.type != "cuda":
-            super().independent_gradient_partition_epilogue()
-            return
-        self.reduce_ipg_grads()
-        self.params_already_reduced[:] = [False] * len(self.params_already_reduced)
-        # What is freed below is used again behind the current stream.
-        self._order_reductions()
-        self._clear_previous_reduced_grads()
-        self._release_ipg_buffers()
-        self._clear_param_grad_only()
-        self._epilogue_ran_this_backward = True
+        grad = self.get_param_gradient_attribute(param)
+        # None where a module computes its gradient piece by piece.
+        if grad is not None and grad.is_cuda:
+            grad.record_stream(self.reduction_stream)
 
     def copy_grads_in_partition(self, param: Any, group_idx: int | None = None) -> None:
         """The gradient of a parameter that this rank steps, or of a part of it, is reduced."""
@@ -413,24 +329,20 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             )
         self.clear_grad_attribute(param)
 
-    def _finalize_cpu_offload_gradient_accumulation(self) -> None:
-        # The step sends what has not been sent.
-        pass
-
     # ---- the step ----
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
         """Steps all partitions in the background, or skips the step if a gradient is not finite."""
-        self.micro_step_id = INITIAL_MICRO_STEP_ID
         # Not told: the others are still in the backward that this rank has left.
-        self._backward.check()
+        self._backward.check(self._backward_active_depth)
         if self._gathers is not None:
             # A rank whose last step has failed tells the others now, and all raise. None writes a
             # step before all have committed the last one.
             self.synchronize()
         self._agreement.check()
-        try:
+        settle = self._partitions.end_left_step
+        with self._backward.stepping(settle, self._drop_gradients, self.timers):
             self.timers(OPTIMIZER_GRADIENTS_TIMER).start()
             norm = self._norm()
             self.timers(OPTIMIZER_GRADIENTS_TIMER).stop()
@@ -449,12 +361,6 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
                 self._apply(gradient_scale(norm, scale, self.clip_grad))
             # An interrupt here drops them as well: what is left would be added to the next.
             self._release_sums()
-        except BaseException:
-            # First, and no call: a second Ctrl-C may end those that come next.
-            self._backward.has_left_step = True
-            end = self._partitions.end_left_step
-            self._backward.leave_step(end, self._drop_gradients, self.timers)
-            raise
         self.timers(OPTIMIZER_ALLGATHER_TIMER).start()
         if self._gathers is None:
             self._gather_weights()
@@ -465,15 +371,7 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         """The norm of all gradients since the last step, of all ranks. None has a step running."""
         with self._agreement.awaited():
             self._check_used()
-            # A program may step on another stream than it has had the backward on.
-            self._order_reductions()
             return self._partitions.gradients.norm(self._add_up)
-
-    def _order_reductions(self) -> None:
-        """The current stream comes after the reductions of gradients."""
-        device = self._partitions.device
-        if device.type == "cuda" and self.overlap_comm:
-            torch.cuda.current_stream(device).wait_stream(self.reduction_stream)
 
     def _gather_weights(self) -> None:
         """Every rank gets the weights of all partitions: a collective."""
@@ -507,18 +405,14 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         """Raises AssertionError, as DeepSpeed, where every parameter should have a gradient."""
         if self.ignore_unused_parameters:
             return
-        unused = [
-            param
-            for params in self.params_in_partition
-            for param in params
-            if not self._partitions.gradients.has_gradient(self._fragment(param))
-        ]
+        has_gradient = self._partitions.gradients.has_gradient
+        params = itertools.chain.from_iterable(self.params_in_partition)
+        unused = [param for param in params if not has_gradient(self._fragment(param))]
         if unused:
             names = ", ".join(f"`{self.param_names.get(param, '?')}`" for param in unused[:4])
             raise AssertionError(
                 f"{len(unused)} parameters got no gradient: {names}; nothing was changed. hint: "
-                "zero_optimization.ignore_unused_parameters true, or a loss to which all "
-                "parameters contribute"
+                "zero_optimization.ignore_unused_parameters true, or a loss of all parameters"
             )
 
     def _add_up(self, squares: torch.Tensor) -> float:
@@ -553,7 +447,6 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         """Drops all gradients since the last step that are reduced."""
         self._partitions.drop()
         self._release_sums()
-        self.micro_step_id = INITIAL_MICRO_STEP_ID
 
     def _release_sums(self) -> None:
         self.local_overflow = False
@@ -596,7 +489,8 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
 
         Returns what a deferred step updates at once; None: it is exact.
         """
-        self._is_guarded = self._open_gate() and self._protect(operands)
+        is_open = self._gate is not None and self._gate.open_all()
+        self._is_guarded = is_open and self._protect(operands)
         return None
 
     def _wait_for_weights(self) -> None:
@@ -608,18 +502,17 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
 
     # ---- waiting ----
 
-    def _open_gate(self) -> bool:
-        """Whether accesses wait for the weights of the step that comes."""
-        if self._gate is None or not self._gate.is_open:
-            return False
-        self._gate.open(self._all_params(), self._exposed())
-        return True
-
     def watch(self, module: torch.nn.Module) -> None:
         """Forwards of `module` are those that use the parameters, and wait for them."""
         if self._plan.gate == "module":
-            self._gate = Gate(module, self._all_params())
-            self._gate.attach(self._all_params(), self._gathers or self._partitions)
+            self._watch(module, self._gathers or self._partitions)
+
+    def _watch(self, module: torch.nn.Module, uploads: Uploads, wait_bytes_max: int = 0) -> None:
+        # No weight is read by what DeepSpeed's optimizer holds, but in methods that wait.
+        flats = self.bit16_groups_flat
+        self._gate = FlatGate(
+            module, self.bit16_groups, flats, uploads, wait_bytes_max=wait_bytes_max
+        )
 
     def _all_params(self) -> list[torch.Tensor]:
         return [param for group in self.bit16_groups for param in group]
@@ -642,10 +535,6 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
                 holders += [mapping.hp_fragment, *(mapping.optim_fragment or {}).values()]
         return self._partitions.protect(parts, holders)
 
-    def _exposed(self) -> list[torch.Tensor]:
-        """Parameters whose weights can be reached without a use that the gate's guard sees."""
-        return self._exposure.exposed(self.bit16_groups_flat, self.bit16_groups)
-
     def synchronize(self) -> None:
         """Waits until the last step is complete in host memory.
 
@@ -660,18 +549,6 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         # DeepSpeed's constructor reads its data before it calls `initialize_optimizer_states`.
         return hasattr(self, "_partitions")
 
-    def state_dict(self) -> dict[str, Any]:
-        """As DeepSpeed's, after the last step is complete."""
-        self.synchronize()
-        state: dict[str, Any] = super().state_dict()
-        return state
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """As DeepSpeed's, after the last step is complete."""
-        self.synchronize()
-        self._partitions.synchronize()
-        super().load_state_dict(*args, **kwargs)
-
     def offload_states(self, include: Collection[Any] | None = None, **kwargs: Any) -> None:
         """As DeepSpeed's, of what is not in host memory already."""
         self.synchronize()
@@ -679,25 +556,12 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         wanted = [kind for kind in _ON_DEVICE if include is None or kind in include]
         super().offload_states(include=wanted, **kwargs)
 
-    def reload_states(self, non_blocking: bool = False) -> None:
-        """As DeepSpeed's."""
-        super().reload_states(non_blocking)
-        # They are in other memory.
-        self._exposure = Exposure(self.bit16_groups_flat)
-
     def destroy(self) -> None:
-        """Ends the use of the device, and of a volume."""
+        """Ends the use of the device, and frees the host memory of gradients and uploads."""
         if self._is_made():
-            # Copies first: these are waited for also where a step has failed. No step takes them.
-            self._partitions.drop()
             self.synchronize()
-            if self._operands.swapped is None:
-                self._partitions.synchronize()
-                # Without a step it lasts until now.
-                self._partitions.claim.end()
-            else:
-                self._partitions.end()
-        # Where the partitions have ended, the thread that gathers ends with them.
+            self._partitions.end()
+        # The thread that gathers ends with the partitions.
         self._gate = self._gathers = None
         self._agreement.end()
         super().destroy()

@@ -13,8 +13,8 @@ module needs is brought to the device. The pass writes them there: 2 bytes per p
 bus and in host memory. It goes on behind the next forward. What it writes (weights, masters,
 moments) waits where it is used, each for its own part (`access.writes`), on any number of ranks.
 
-- Gradients wait where they are until their bucket is reduced (`zero.unreduced`). What the reduction
-  leaves of them on this rank is cloned at once (`zero.sub_group_gradients`).
+- Reductions are DeepSpeed's. What one leaves on this rank is cloned at once
+  (`zero.sub_group_gradients`).
 - Weights are on the device while modules use them by `zero.fetching`, where that does not fit
   by DeepSpeed's hooks.
 - A gather reads a partition after the thread has waited for it, so its copy to the device begins
@@ -37,29 +37,26 @@ from typing import TYPE_CHECKING, Any
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.torch_autocast import is_autocast_initialized, sort_dtypes
+from deepspeed.runtime.torch_autocast import is_autocast_initialized
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed.runtime.zero.stage3 import OPTIMIZER_STEP_TIMER, DeepSpeedZeroOptimizer_Stage3
 
 from stepwell import _core
 from stepwell._tensors import tensor_on
 from stepwell.deepspeed.options import with_unpinned_weights
-from stepwell.deepspeed.state.home import RamHome
 from stepwell.deepspeed.zero.backward import Backward
 from stepwell.deepspeed.zero.device_share import DeviceShare
 from stepwell.deepspeed.zero.fragment import Fragment
 from stepwell.deepspeed.zero.gradients import Gradients
+from stepwell.deepspeed.zero.offloaded import Offloaded
 from stepwell.deepspeed.zero.operands import Operands, global_norm, gradient_scale
 from stepwell.deepspeed.zero.partition import Partition, without_data
-from stepwell.deepspeed.zero.partition_work import PartitionWork
 from stepwell.deepspeed.zero.partitions import Partitions
 from stepwell.deepspeed.zero.persistent_gate import PersistentGate
 from stepwell.deepspeed.zero.prefetch import bound_prefetch, is_little_ahead
 from stepwell.deepspeed.zero.sub_group_gradients import SubGroupGradients
-from stepwell.deepspeed.zero.swapped import commit_last_step, swapped_on
 from stepwell.deepspeed.zero.timers import stop_all
 from stepwell.deepspeed.zero.touched import TouchedMemory
-from stepwell.deepspeed.zero.unreduced import UnreducedGradients
 from stepwell.ranks.agreement import Agreement
 from stepwell.ranks.peers import Peers
 
@@ -78,7 +75,7 @@ _ON_DEVICE = (OffloadStateTypeEnum.lp_params, OffloadStateTypeEnum.contiguous_gr
 
 
 # DeepSpeed has no types.
-class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
+class OffloadZeroOptimizerStage3(Offloaded, DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
     """See the module. Takes what its base class takes, and the `plan` that chose it."""
 
     # None: DeepSpeed's hooks have weights on the device.
@@ -104,10 +101,6 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         # The state may be on a volume, of which DeepSpeed's swapper knows nothing.
         update = {"pin_memory": False, "device": OffloadDeviceEnum.cpu}
         config = offload_optimizer_config.model_copy(update=update)
-        if kwargs.get("reduce_scatter", True):
-            # Without DeepSpeed's buffer for gradients, whence they are copied once more.
-            kwargs["contiguous_gradients"] = False
-        self._unreduced = UnreducedGradients()
         # Of the weights in host memory, which the engine pins when they are together.
         self._weight_buffers: list[_core.Buffer] = []
         if offload_param_config is not None and all(
@@ -122,6 +115,11 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
             offload_optimizer_config=config,
             offload_param_config=offload_param_config,
             **kwargs,
+        )
+        self.device: Any = OffloadDeviceEnum.cpu
+        # Its device is asked for.
+        self.grad_partitions_flat_buffer = torch.empty(
+            0, dtype=self.gradient_accumulation_dtype, device="cpu"
         )
         if self._plan.is_resumed:
             self._operands.resume(self._partitions.resumed, self.fp32_partitioned_groups_flat)
@@ -200,16 +198,6 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         }
         return dict(sorted(stepped.items(), key=itemgetter(1)))
 
-    @property
-    def subgroup_to_device(self) -> dict[int, str]:
-        """Where the masters are made: `meta` for those in host memory."""
-        return self._subgroup_to_device
-
-    @subgroup_to_device.setter
-    def subgroup_to_device(self, devices: dict[int, str]) -> None:
-        in_host_memory = range(self._num_groups_on_device(), len(self.fp16_partitioned_groups_flat))
-        self._subgroup_to_device = _FixedDevices(devices, dict.fromkeys(in_host_memory, "meta"))
-
     def _num_groups_on_device(self) -> int:
         """How many sub-groups have their state on the device, as DeepSpeed counts: the first."""
         return int((1 - self.partial_offload) * len(self.fp16_partitioned_groups_flat))
@@ -226,26 +214,19 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
             self.param_groups_fp16_flat_cpu_memory.append(tensor_on(buffer).view(self.dtype))
 
     def _create_fp32_partitions(self) -> None:
-        """Called by DeepSpeed's constructor; makes the masters in host memory without data.
+        """Called by DeepSpeed's constructor; makes the masters, in host memory without data.
 
-        So they are not copied twice: `initialize_optimizer_states` makes them of the weights.
+        `initialize_optimizer_states` makes these of the weights, so they are not copied twice.
         """
-        super()._create_fp32_partitions()
-        for group, shape in enumerate(self.fp32_partitioned_groups_flat):
-            if shape.is_meta:
-                master: Any = without_data(shape)
-                master.ds_id = shape.ds_id
-                self.fp32_partitioned_groups_flat[group] = master
-
-    def _setup_for_real_optimizer(self) -> None:
-        """Called by DeepSpeed's constructor; makes no flat buffer of gradients."""
-        super()._setup_for_real_optimizer()
-        # From the meta device.
-        self.device = OffloadDeviceEnum.cpu
-        # Its device is asked for.
-        self.grad_partitions_flat_buffer = torch.empty(
-            0, dtype=self.gradient_accumulation_dtype, device="cpu"
-        )
+        device, dtype = get_accelerator().current_device_name(), self.master_weights_and_grads_dtype
+        for number, weight in enumerate(self.fp16_partitioned_groups_flat):
+            master = torch.empty(0, dtype=dtype, device="cpu")
+            if number < self._num_groups_on_device():
+                master = weight.detach().to(device, dtype, copy=True)
+            self.fp32_partitioned_groups_flat.append(master.requires_grad_())
+        for group in self.optimizer.param_groups:
+            # Here DeepSpeed's own step has one sub-group at a time.
+            group["params"] = []
 
     def initialize_optimizer_states(self) -> None:
         """Called by DeepSpeed's constructor.
@@ -264,8 +245,7 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
             [(self.param_names.get(param), tuple(param.ds_shape)) for param in group]
             for group in self.fp16_groups
         ]
-        new_state, threads = self._operands.new_state, self._plan.options.threads
-        self._operands.swapped = swapped_on(self._plan.volume, params, new_state, threads=threads)
+        self._name_volume(params)
         self._partitions = Partitions(
             partitions,
             swapped=self._operands.swapped,
@@ -282,19 +262,11 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         )
         # DeepSpeed gathers on a stream of its own.
         self._partitions.are_weights_read_elsewhere = not self.offload_param
-        self._operands.forget_unused_volume()
         for buffer in self._weight_buffers:
             self._partitions.pin(buffer)
         self._weight_buffers.clear()
-        self.stepwell_homes = [
-            RamHome(
-                self.optimizer,
-                master,
-                PartitionWork(self._partitions, group, self._operands.swapped),
-            )
-            for group, master in enumerate(self.fp32_partitioned_groups_flat)
-        ]
-        # Where DeepSpeed makes the flat buffer next.
+        self.stepwell_homes = self._homes(masters)
+        # Where DeepSpeed makes a flat buffer of gradients next, without memory.
         self.device = torch.device("meta")
 
     def _release_and_gather(self) -> None:
@@ -313,30 +285,6 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         moments_bytes = self._operands.moments_bytes(weight.to("meta", master.dtype))
         return Partition(master, weight, dtype, moments_bytes, is_offloaded=self.offload_param)
 
-    @property
-    def committed_steps(self) -> int | None:
-        """How many steps the volume has committed: what a run that is resumed begins with.
-
-        None: there is no volume, or it commits none. Skipped steps do not count.
-        """
-        self._partitions.finish()
-        swapped = self._operands.swapped
-        return None if swapped is None else swapped.volume.committed_steps
-
-    def commit(self) -> None:
-        """Commits the last step to the volume, where `commit_interval` has not. Collective.
-
-        Raises:
-            ValueError: there is no volume that commits.
-            OSError: the step failed in the background, or the commit did; or another rank's.
-        """
-        commit_last_step(self._operands.swapped, self._partitions.finish)
-
-    @property
-    def timing(self) -> dict[str, float]:
-        """What the last step took in the background, as `OffloadAdamW.timing`."""
-        return self._partitions.timing()
-
     def _set_after_step(self, *, is_after: bool) -> None:
         self._is_after_step = is_after
         if self._fetcher is not None:
@@ -344,57 +292,19 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
 
     # ---- the backward ----
 
-    def scale_if_loss(self, value: Any) -> Any:
-        """What DeepSpeed's `engine.backward` calls first."""
-        self._backward.announce()
-        return super().scale_if_loss(value)
-
-    def clear_backward_seen_flag(self) -> None:
-        """The beginning of a forward."""
-        self._backward.note_forward()
-        super().clear_backward_seen_flag()
-
     def backward_prologue(self) -> None:
-        """The beginning of a backward."""
+        """Autograd has reached the outputs of a forward."""
         self._set_after_step(is_after=False)
-        self._drop_left_out()
-        self._backward.begin()
+        self._backward.begin(self._backward_active_depth)
         self._partitions.let_go()
         super().backward_prologue()
-
-    def reduce_ready_partitions_and_remove_grads(self, param: Any) -> None:
-        """A gradient is there."""
-        # Before the prologue: of a parameter that is used outside the forward, or of a loss that
-        # has its own backward in the forward.
-        self._drop_left_out()
-        self._backward.note_gradient()
-        super().reduce_ready_partitions_and_remove_grads(param)
-
-    def independent_gradient_partition_epilogue(self) -> None:
-        """The end of a backward: reduces what is left in buckets.
-
-        DeepSpeed's thread waits for the reductions here. The current stream does instead, and the
-        thread makes the step ready meanwhile: it waits for the norm.
-        """
-        if self._partitions.device.type != "cuda":
-            super().independent_gradient_partition_epilogue()
-            return
-        for dtype in sort_dtypes(self.ipg_buckets.keys()):
-            self._DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads(dtype)
-        self._order_reductions()
-        for param_id in self.params_already_reduced:
-            self.params_already_reduced[param_id] = False
-        self._epilogue_ran_this_backward = True
 
     def backward_epilogue(self) -> None:
         """The end of a backward."""
         super().backward_epilogue()
+        # Of all forwards that it began at.
+        self._backward_active_depth: int = min(self._backward_active_depth, 1)
         self._backward.end()
-
-    def _drop_left_out(self) -> None:
-        """Drops complete gradients that the program has left out by `zero_grad`."""
-        if self._backward.pop_cleared() and self._partitions.gradients.is_any_complete:
-            self._partitions.drop()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As DeepSpeed's, which drops earlier micro-batches.
@@ -402,11 +312,11 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         Those of a step are dropped by the next backward, where no step comes in between.
         After a backward that raised it drops all gradients since the last step.
         """
-        self._backward.note_cleared()
-        if self._backward.is_unended:
+        if self._backward.is_left(self._backward_active_depth):
             self._drop_gradients()
             stop_all(self.timers)
             return
+        self._backward.note_cleared()
         self._gradients.drop_sums()
         super().zero_grad(set_to_none)
 
@@ -437,48 +347,12 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
     def _fragment(self, param: Any) -> Fragment:
         return Fragment(*self.grad_position[self.get_param_id(param)])
 
-    def _DeepSpeedZeroOptimizer_Stage3__add_grad_to_ipg_bucket(self, param: Any) -> None:  # noqa: N802
-        """A gradient waits until its bucket is reduced."""
-        if self.contiguous_gradients:
-            super()._DeepSpeedZeroOptimizer_Stage3__add_grad_to_ipg_bucket(param)
-            return
-        comm_dtype = self.get_param_comm_dtype(param)
-        bucket, grad = self.ipg_buckets[comm_dtype], param.grad
-        # The dtype of DeepSpeed's buffer is what a gradient of another one is reduced in.
-        fits = bucket.elements + grad.numel() <= self.reduce_bucket_size
-        self._unreduced.add(grad, comm_dtype if fits and grad.dtype != self.dtype else grad.dtype)
-        bucket.params.append(param)
-        bucket.process_group = self._get_param_partition_group(param)
-        bucket.elements += grad.numel()
-
-    def _DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads(  # noqa: N802
-        self, communication_data_type: torch.dtype
-    ) -> None:
-        """Reduces what is in a bucket, behind the streams on which its gradients are made."""
-        stream, bucket = self.reduce_and_partition_stream, self.ipg_buckets[communication_data_type]
-        self._unreduced.order(stream)
-        # DeepSpeed's buffer has what fits into it.
-        if not self.contiguous_gradients or bucket.elements > self.reduce_bucket_size:
-            grads = self._reduced_in_place([param.grad for param in bucket.params])
-            self._unreduced.set_apart(grads, stream, numel_max=self.reduce_bucket_size)
-        super()._DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads(
-            communication_data_type
-        )
-
-    def _reduced_in_place(self, grads: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Those of a bucket that DeepSpeed may reduce in their own memory; it joins the others."""
-        if self.all2all_process_group is not None:
-            world_size = dist.get_world_size()
-            if world_size // get_accelerator().device_count() > 1:
-                # What it does not quantize it reduces one by one.
-                divisor = 2 * world_size
-                return [each for each in grads if each.dim() == 1 or each.numel() % divisor]
-        return grads if len(grads) == 1 else []
-
     def partition_grads(
         self, params_to_release: Sequence[Any], grad_partitions: Sequence[torch.Tensor]
     ) -> None:
         """This rank's pieces of some gradients are reduced."""
+        if self._backward.pop_cleared() and self._partitions.gradients.is_any_complete:
+            self._partitions.drop()
         # Beyond the end of a parameter that does not divide by the ranks there is nothing.
         fragments = [
             self._fragment(param)
@@ -495,24 +369,11 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
                 param.grad.record_stream(stream)
             param.grad = None
 
-    def _finalize_offload_gradient_accumulation(self) -> None:
-        # The step sends what has not been sent.
-        pass
-
     def _get_fp32_grad_state_partition(
         self, param: Any, release_swap_buffers: bool
     ) -> tuple[torch.Tensor, int]:
         fragment = self._fragment(param)
         return self._gradients.gradient(fragment), fragment.group
-
-    def get_fp32_grad_partitions(self) -> dict[int, dict[int, torch.Tensor]]:
-        """The gradients, by the numbers of sub-group and parameter."""
-        grads: dict[int, dict[int, torch.Tensor]] = defaultdict(dict)
-        for params in self.fp16_groups:
-            for index, param in enumerate(params):
-                fragment = self._fragment(param)
-                grads[fragment.group][index] = self._gradients.gradient(fragment).float()
-        return grads
 
     def set_fp32_grad_for_param(self, value: torch.Tensor, param: Any) -> None:
         """Sets this rank's piece of a gradient; the clip coefficient is of what was set."""
@@ -557,11 +418,12 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
     def step(self, closure: None = None) -> None:
         """Steps all partitions, or skips the step if a gradient is not finite."""
         # Not told: the others are still in the backward that this rank has left.
-        self._backward.check()
+        self._backward.check(self._backward_active_depth)
         if self._persistent.gatherer is not None:
             # A rank whose last step has failed tells the others now, and all raise.
             self._partitions.finish()
-        try:
+        settle = self._partitions.end_left_step
+        with self._backward.stepping(settle, self._drop_gradients, self.timers):
             scale = float(self.loss_scale)
             with self._agreement.awaited():
                 if self._share:
@@ -572,27 +434,17 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
                 if self._operands.swapped is not None and not self._is_alone:
                     # No rank writes a step before all have committed the last one.
                     self._partitions.finish()
-                # A program may step on another stream than it has had the backward on.
-                self._order_reductions()
                 norm = self._partitions.gradients.norm(self._add_up)
             self.overflow = not math.isfinite(norm)
             self._update_scale(self.overflow)
             if self.overflow:
                 self._global_grad_norm: Any = math.inf
-                self._overflow_clean_up(scale)
-                # It has called `zero_grad`, which keeps complete ones.
                 self._drop_gradients()
                 return
             with self._agreement.decided():
                 self._global_grad_norm = global_norm(norm, scale)
                 self.timers(OPTIMIZER_STEP_TIMER).start()
                 self._apply(gradient_scale(norm, scale, self.clip_grad))
-        except BaseException:
-            # First, and no call: a second Ctrl-C may end those that come next.
-            self._backward.has_left_step = True
-            end = self._partitions.end_left_step
-            self._backward.leave_step(end, self._drop_gradients, self.timers)
-            raise
         self.timers(OPTIMIZER_STEP_TIMER).stop()
         self._gather_persistent()
         self._post_step({OPTIMIZER_STEP_TIMER})
@@ -605,12 +457,6 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         if self._partitions.device.type == "cpu":
             for param in self.persistent_parameters:
                 param.all_gather([param])
-
-    def _order_reductions(self) -> None:
-        """The current stream comes after the reductions of gradients."""
-        device = self._partitions.device
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).wait_stream(self.reduce_and_partition_stream)
 
     def _add_up(self, squares: torch.Tensor) -> float:
         """The sum of this rank's squared norm and those of the others."""
@@ -687,14 +533,3 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         self._partitions.end()
         self._share.end()
         super().destroy()
-
-
-class _FixedDevices(dict[int, str]):
-    """Devices of sub-groups, of which some stay what they are."""
-
-    def __init__(self, devices: dict[int, str], fixed: dict[int, str]) -> None:
-        super().__init__(devices | fixed)
-        self._fixed = fixed
-
-    def __setitem__(self, group: int, device: str) -> None:
-        super().__setitem__(group, self._fixed.get(group, device))
