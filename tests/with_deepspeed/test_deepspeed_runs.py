@@ -1,7 +1,7 @@
 """Runs: how a fragment of a parameter is cut where its updates are deferred."""
 
 import pytest
-from stepwell.deepspeed.zero.fragment import Fragment
+from stepwell.deepspeed.zero.partition import Fragment
 from stepwell.deepspeed.zero.runs import Source, runs_of
 
 

@@ -35,9 +35,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
     from stepwell.deepspeed.plan import Plan
-    from stepwell.deepspeed.zero.fragment import Fragment
     from stepwell.deepspeed.zero.operands import Operand
-    from stepwell.deepspeed.zero.partition import Partition
+    from stepwell.deepspeed.zero.partition import Fragment, Partition
     from stepwell.store.deferred import Deferred
 
 __all__ = ["DeferredZeroOptimizer"]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from stepwell.deepspeed.zero.fragment import Fragment
+from stepwell.deepspeed.zero.partition import Fragment
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

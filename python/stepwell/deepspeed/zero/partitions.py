@@ -33,10 +33,10 @@ from stepwell._tensors import name_of, view
 from stepwell.access.guard import Uploads, exposed
 from stepwell.access.under_way import without_waiting
 from stepwell.access.writes import ThreadWait, Writes
-from stepwell.deepspeed.zero.fragment import Fragment
 from stepwell.deepspeed.zero.gradients import Gradients
 from stepwell.deepspeed.zero.host_memory import HostMemory, announced, bytes_beside_state
 from stepwell.deepspeed.zero.lanes import CudaLane, EngineLane, Lane, ThreadLane
+from stepwell.deepspeed.zero.partition import Fragment
 from stepwell.deepspeed.zero.runs import Run, RunGradients, runs_of
 from stepwell.ranks.gathering import Gatherer
 from stepwell.store.deferred import Extents
@@ -45,6 +45,7 @@ from stepwell.store.engine import Engine, Submitted, Window
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
+    from stepwell.deepspeed.zero.device_share import DeviceShare
     from stepwell.deepspeed.zero.operands import Operand
     from stepwell.deepspeed.zero.partition import Partition
     from stepwell.deepspeed.zero.runs import Source
@@ -124,6 +125,7 @@ class Partitions(Uploads):
             not depend on it, and sums that are not pinned take longer.
         swapped: makes a volume for state that does not fit into host memory; None: all is there.
         deferral: which updates are deferred; None: none is.
+        share: has the gradients of partitions that are stepped on the device; None: none is.
 
     Raises:
         OSError: the device, the memory or the volume cannot be had.
@@ -144,6 +146,7 @@ class Partitions(Uploads):
         accumulation_steps: int = 1,
         swapped: SwappedPartitions | None = None,
         deferral: Deferral | None = None,
+        share: DeviceShare | None = None,
     ) -> None:
         self.device = device
         if swapped is not None:
@@ -206,6 +209,7 @@ class Partitions(Uploads):
                 is_summed_on_host=adds_on_host,
                 host_bytes_left=host_bytes_left,
                 end_last_step=self._end_last_step,
+                share=share,
             )
         # The engine unpins what is added to.
         self._finalizer = weakref.finalize(self, _drain, self.gradients)

@@ -12,20 +12,18 @@ gradient is stepped with the gradient 0.
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from stepwell._streams import current_stream
-from stepwell.ranks.agreement import NORM_DTYPE, WIDE_NORM_DTYPE
-from stepwell.store.adder import norm_of
+from stepwell.store.norm import norm_of, norm_over_ranks, squares_of, wide_squares
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from stepwell import _core
-    from stepwell.deepspeed.zero.fragment import Fragment
+    from stepwell.deepspeed.zero.partition import Fragment
 
 __all__ = ["Run", "RunGradients", "Source", "runs_of"]
 
@@ -196,17 +194,11 @@ class RunGradients:
         """As `Gradients.norm`."""
         for fragment in [each for each in self._sums if each not in self._taken]:
             self.send(fragment)
-        squares = torch.zeros((), dtype=torch.float64, device=self._device)
-        if self._norms:
-            squares = torch.stack(list(self._norms.values())).double().square().sum()
-        total = add_up(squares.to(NORM_DTYPE))
-        if not math.isfinite(total):
-            # Squares that float32 cannot hold.
-            wide = torch.zeros((), dtype=WIDE_NORM_DTYPE, device=self._device)
-            for grad in self._sums.values():
-                wide += torch.linalg.vector_norm(grad, dtype=torch.float64).square()
-            total = add_up(wide)
-        return math.sqrt(total) if math.isfinite(total) else math.inf
+        return norm_over_ranks(
+            squares_of(self._norms.values(), self._device),
+            lambda: wide_squares(list(self._sums.values()), self._device),
+            add_up,
+        )
 
     def drop(self) -> None:
         """Forgets all gradients since the last step."""

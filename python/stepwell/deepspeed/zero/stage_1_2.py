@@ -42,10 +42,9 @@ from stepwell.deepspeed.release import has_fp32_sums
 from stepwell.deepspeed.state.home import RamHome
 from stepwell.deepspeed.zero.backward import Backward
 from stepwell.deepspeed.zero.exposure import Exposure
-from stepwell.deepspeed.zero.fragment import Fragment
 from stepwell.deepspeed.zero.gathers import GatheredWeights
 from stepwell.deepspeed.zero.operands import Operands, global_norm, gradient_scale
-from stepwell.deepspeed.zero.partition import Partition, without_data
+from stepwell.deepspeed.zero.partition import Fragment, Partition, without_data
 from stepwell.deepspeed.zero.partition_work import PartitionWork
 from stepwell.deepspeed.zero.partitions import Partitions
 from stepwell.deepspeed.zero.swapped import commit_last_step, swapped_on
