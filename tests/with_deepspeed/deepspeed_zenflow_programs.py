@@ -208,7 +208,7 @@ def program_zenflow_saves(result, folder):
 
 
 def saved_and_resumed(result, folder, stage):
-    from deepspeed.utils import logger
+    from deepspeed.utils import logger, safe_get_full_fp32_param
 
     lines = Lines()
     logger.addHandler(lines)
@@ -228,6 +228,8 @@ def saved_and_resumed(result, folder, stage):
     weights = [param.detach().clone() for param in engine.module.parameters()]
     losses = trained(engine, SAVED_AT, LAST)
     result["late"] = not partitions_of(engine.optimizer).is_landed
+    # Of several ranks no look at the parameter has applied anything.
+    result["masters"] = [safe_get_full_fp32_param(each) for each in engine.module.parameters()]
     result["went on"] = saved, weights, losses, partitions(engine)
     # Which has applied what is pending to the masters of each rank.
     result["late weights"] = [param.detach().clone() for param in engine.module.parameters()]

@@ -287,13 +287,14 @@ class EngineLane:
 
     def copy(self, copies: Sequence[Copy]) -> None:
         """Makes copies in the background."""
-        self._engine.take_part(
-            [each.piece.data_ptr() for each in copies],
-            [view(each.target) for each in copies],
-            source_owners=[each.piece.untyped_storage() for each in copies],
-            target_owners=[each.target.untyped_storage() for each in copies],
-            stream=0,
-        )
+        for piece, target, _ in copies:
+            self._engine.take_part(
+                [piece.data_ptr()],
+                [view(target)],
+                source_owners=[piece.untyped_storage()],
+                target_owners=[target.untyped_storage()],
+                stream=0,
+            )
 
     def launch(self) -> None:
         """Nothing waits for a batch."""

@@ -648,7 +648,7 @@ class Partitions(Uploads):
         """
         if not self._finalizer.alive:
             return
-        self.complete()
+        self.finish()
         self.drop()
         self.engine.synchronize()
         # Without a step it lasts until now.
