@@ -135,7 +135,7 @@ def device_sums(partitions):
 
 def runs_of(partitions):
     """Its spans, as their gradients are asked for."""
-    return partitions._runs
+    return partitions._spans.runs
 
 
 def core_of_partitions(partitions):

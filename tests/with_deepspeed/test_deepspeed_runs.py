@@ -2,7 +2,7 @@
 
 import pytest
 from stepwell.deepspeed.zero.partition import Fragment
-from stepwell.deepspeed.zero.runs import Source, runs_of
+from stepwell.deepspeed.zero.spans import Source, runs_of
 
 
 @pytest.mark.parametrize("row_len", [0, 1, 7])

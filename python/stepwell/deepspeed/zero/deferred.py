@@ -27,7 +27,7 @@ import torch
 from stepwell.access.gate import LANDING_BYTES_MAX, Gate
 from stepwell.deepspeed.logs import warn
 from stepwell.deepspeed.zero.partitions import Deferral, Partitions
-from stepwell.deepspeed.zero.runs import Source
+from stepwell.deepspeed.zero.spans import Source
 from stepwell.deepspeed.zero.stage_1_2 import OffloadZeroOptimizer
 from stepwell.store.deferred_steps import DeferralMetrics, DeferredSteps, StepKind
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from stepwell.deepspeed.zero.lanes import Lane
     from stepwell.deepspeed.zero.partition import Fragment
-    from stepwell.deepspeed.zero.runs import Run
+    from stepwell.deepspeed.zero.spans import Run
 
 __all__ = ["Gradients"]
 

@@ -48,6 +48,7 @@ from stepwell.deepspeed.state.home import RamHome
 from stepwell.deepspeed.zero.backward import Backward
 from stepwell.deepspeed.zero.device_share import DeviceShare
 from stepwell.deepspeed.zero.gradients import Gradients
+from stepwell.deepspeed.zero.host_memory import TouchedMemory
 from stepwell.deepspeed.zero.operands import Operands, global_norm, gradient_scale
 from stepwell.deepspeed.zero.partition import Fragment, Partition, without_data
 from stepwell.deepspeed.zero.partition_work import PartitionWork
@@ -56,7 +57,6 @@ from stepwell.deepspeed.zero.persistent_gate import PersistentGate
 from stepwell.deepspeed.zero.prefetch import bound_prefetch, is_little_ahead
 from stepwell.deepspeed.zero.swapped import commit_last_step, swapped_on
 from stepwell.deepspeed.zero.timers import stop_all
-from stepwell.deepspeed.zero.touched import TouchedMemory
 from stepwell.deepspeed.zero.unreduced import UnreducedGradients
 from stepwell.ranks.agreement import Agreement
 from stepwell.ranks.peers import Peers
