@@ -64,22 +64,21 @@ class Home(Protocol):
 
 
 class Work(Protocol):
-    """The work on a partition that is under way."""
+    """What steps partitions in the background, each of which it knows by its number."""
 
-    def finish(self) -> None:
-        """Waits until the last step is complete."""
+    def complete(self) -> None:
+        """Waits until the last step is complete, with all updates."""
 
-    def gradient(self, begin: int, numel: int) -> torch.Tensor:
-        """A piece of the gradient: a copy."""
+    def gradient(self, group: int, begin: int, numel: int) -> torch.Tensor:
+        """A piece of a gradient: a copy."""
 
-    def set_gradient(self, begin: int, value: torch.Tensor) -> None:
-        """Sets a piece of the gradient."""
+    def set_gradient(self, group: int, begin: int, value: torch.Tensor) -> None:
+        """Sets a piece of a gradient."""
 
-    @property
-    def is_swapped(self) -> bool:
-        """Whether the state is on a volume."""
+    def is_swapped(self, group: int) -> bool:
+        """Whether the state of a partition is on a volume."""
 
-    def pieces(self, runs: Sequence[tuple[int, int]]) -> list[torch.Tensor] | None:
+    def pieces(self, group: int, runs: Sequence[tuple[int, int]]) -> list[torch.Tensor] | None:
         """As `Home.pieces`."""
 
 
@@ -92,14 +91,19 @@ class RamHome:
         optimizer: steps the partition.
         master: the partition.
         work: what steps it in the background; None: it is stepped by `optimizer.step()`.
+        group: its number there.
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, master: torch.Tensor, work: Work | None = None
+        self,
+        optimizer: torch.optim.Optimizer,
+        master: torch.Tensor,
+        work: Work | None = None,
+        group: int = 0,
     ) -> None:
         self._optimizer = optimizer
         self._master = master
-        self._work = work
+        self._work, self._group = work, group
 
     def master(self) -> torch.Tensor:
         """The fp32 partition, after the last step."""
@@ -111,7 +115,7 @@ class RamHome:
 
         False while DeepSpeed loads a checkpoint into it.
         """
-        is_swapped = self._work is not None and self._work.is_swapped
+        is_swapped = self._work is not None and self._work.is_swapped(self._group)
         is_held = isinstance(self._optimizer, optim.Adam) or is_swapped
         return is_held and self._optimizer not in _BEING_LOADED
 
@@ -130,22 +134,22 @@ class RamHome:
     def wait_for_step(self) -> None:
         """Waits until the last step is complete."""
         if self._work is not None:
-            self._work.finish()
+            self._work.complete()
 
     def gradient(self, begin: int, numel: int) -> torch.Tensor | None:
         """A piece of the gradient; None where `optimizer.step()` steps it."""
-        return None if self._work is None else self._work.gradient(begin, numel)
+        return None if self._work is None else self._work.gradient(self._group, begin, numel)
 
     def set_gradient(self, begin: int, value: torch.Tensor) -> bool:
         """Sets a piece of the gradient; False where `optimizer.step()` steps it."""
         if self._work is None:
             return False
-        self._work.set_gradient(begin, value)
+        self._work.set_gradient(self._group, begin, value)
         return True
 
     def pieces(self, runs: Sequence[tuple[int, int]]) -> list[torch.Tensor] | None:
         """Pieces of the master that are good after every step; None: any view of it is."""
-        return None if self._work is None else self._work.pieces(runs)
+        return None if self._work is None else self._work.pieces(self._group, runs)
 
 
 def check_writable(optimizer: torch.optim.Optimizer | None, name: str) -> None:

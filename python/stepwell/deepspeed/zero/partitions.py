@@ -228,6 +228,34 @@ class Partitions(Uploads):
         """A forward or backward begins: what was copied in the last one is freed on the device."""
         self.gradients.let_go()
 
+    # ---- what a home of DeepSpeed's state (`deepspeed.state.home`) reads of one partition ----
+
+    def gradient(self, group: int, begin: int, numel: int) -> torch.Tensor:
+        """As `Gradients.gradient`."""
+        return self.gradients.gradient(Fragment(group, begin, numel))
+
+    def set_gradient(self, group: int, begin: int, value: torch.Tensor) -> None:
+        """As `Gradients.set_gradient`. As DeepSpeed has it, the norm remains what it was."""
+        fragment = Fragment(group, begin, value.numel())
+        self.gradients.set_gradient(fragment, value, is_norm_kept=True)
+
+    def is_swapped(self, group: int) -> bool:
+        """Whether the state of a partition is on a volume."""
+        return self._swapped is not None and group in self._swapped.leases
+
+    def pieces(self, group: int, runs: Sequence[tuple[int, int]]) -> list[torch.Tensor] | None:
+        """Pieces of a master that are good after every step; None: any view of it is.
+
+        Those that were given out before are used no more.
+
+        Args:
+            group: the number of its partition.
+            runs: first element and number of elements of each.
+        """
+        if self._swapped is None or not self._swapped.has_master(group):
+            return None
+        return self._swapped.leases[group].pieces(runs)
+
     # ---- the step ----
 
     @property

@@ -45,7 +45,6 @@ from stepwell.deepspeed.zero.exposure import Exposure
 from stepwell.deepspeed.zero.gathers import GatheredWeights
 from stepwell.deepspeed.zero.operands import Operands, global_norm, gradient_scale
 from stepwell.deepspeed.zero.partition import Fragment, Partition, without_data
-from stepwell.deepspeed.zero.partition_work import PartitionWork
 from stepwell.deepspeed.zero.partitions import Partitions
 from stepwell.deepspeed.zero.swapped import commit_last_step, swapped_on
 from stepwell.deepspeed.zero.timers import stop_all
@@ -198,11 +197,7 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         self._partitions = self._open_partitions(partitions)
         self._operands.forget_unused_volume()
         self.stepwell_homes = [
-            RamHome(
-                self.optimizer,
-                master,
-                PartitionWork(self._partitions, group, self._operands.swapped),
-            )
+            RamHome(self.optimizer, master, self._partitions, group)
             for group, master in enumerate(self._masters)
         ]
         if self._plan.is_resumed:

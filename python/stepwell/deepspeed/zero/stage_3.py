@@ -51,7 +51,6 @@ from stepwell.deepspeed.zero.gradients import Gradients
 from stepwell.deepspeed.zero.host_memory import TouchedMemory
 from stepwell.deepspeed.zero.operands import Operands, global_norm, gradient_scale
 from stepwell.deepspeed.zero.partition import Fragment, Partition, without_data
-from stepwell.deepspeed.zero.partition_work import PartitionWork
 from stepwell.deepspeed.zero.partitions import Partitions
 from stepwell.deepspeed.zero.persistent_gate import PersistentGate
 from stepwell.deepspeed.zero.prefetch import bound_prefetch, is_little_ahead
@@ -284,11 +283,7 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
             self._partitions.pin(buffer)
         self._weight_buffers.clear()
         self.stepwell_homes = [
-            RamHome(
-                self.optimizer,
-                master,
-                PartitionWork(self._partitions, group, self._operands.swapped),
-            )
+            RamHome(self.optimizer, master, self._partitions, group)
             for group, master in enumerate(self.fp32_partitioned_groups_flat)
         ]
         # Where DeepSpeed makes the flat buffer next.
