@@ -32,6 +32,7 @@ from stepwell.deepspeed.zero.gradients import Gradients
 from stepwell.deepspeed.zero.host_memory import HostMemory, announced, bytes_beside_state
 from stepwell.deepspeed.zero.lanes import CudaLane, EngineLane, Lane, ThreadLane
 from stepwell.deepspeed.zero.partition import Fragment
+from stepwell.deepspeed.zero.pending import Deferral, Pending
 from stepwell.deepspeed.zero.run_gradients import RunGradients
 from stepwell.deepspeed.zero.spans import Spans
 from stepwell.ranks.gathering import Gatherer
@@ -43,27 +44,13 @@ if TYPE_CHECKING:
     from stepwell.deepspeed.zero.device_share import DeviceShare
     from stepwell.deepspeed.zero.operands import Operand
     from stepwell.deepspeed.zero.partition import Partition
-    from stepwell.deepspeed.zero.spans import Source
     from stepwell.deepspeed.zero.swapped import SwappedPartitions
     from stepwell.ranks.peers import Peers
-    from stepwell.store.deferred import Deferred
     from stepwell.store.selection import Selected
 
-__all__ = ["Deferral", "Partitions", "Prepared"]
+__all__ = ["Partitions", "Prepared"]
 
 _LOGGER = logging.getLogger(__name__)
-
-
-class Deferral(NamedTuple):
-    """How updates of partitions are deferred."""
-
-    options: Deferred
-    sources: Mapping[Fragment, Source]
-    """All fragments, in the order of the forward."""
-    weights: Callable[[], Sequence[torch.Tensor]] | None = None
-    """Gives the weights of all partitions, of which other ranks have the same. Those that ranks
-    hold on the device are equal at any time: what is applied past a step follows with the next one,
-    or with `upload`. None: no other rank has them."""
 
 
 class Prepared(NamedTuple):
@@ -129,7 +116,7 @@ class Partitions(Uploads):
             limit = None if host_bytes_max is None else max(host_bytes_max - beside, 0)
             swapped.open(partitions, limit, beside=beside, finish=self.finish)
             swapped = None if swapped.volume.core is None else swapped
-        self._swapped, self._deferral = swapped, deferral
+        self._swapped = swapped
         self.order = list(range(len(partitions))) if order is None else list(order)
         """The partitions, as they are stepped."""
         sources = None if deferral is None else deferral.sources
@@ -155,10 +142,14 @@ class Partitions(Uploads):
         # What is deferred is pinned in any case.
         is_pinned = deferral is not None or (is_pinned and swapped is None)
         self.gradients: Gradients | RunGradients
+        self.pending: Pending | None = None
+        """What is deferred; None: nothing ever is."""
         if deferral is not None:
             dtypes = [partition.weight.dtype for partition in partitions]
             of_fragment = self._spans.of_fragment
-            self.gradients = RunGradients(self.engine.core, of_fragment, dtypes, device)
+            gradients = RunGradients(self.engine.core, of_fragment, dtypes, device)
+            self.pending = Pending(self.engine, self._spans, gradients, deferral.weights)
+            self.gradients = gradients
         else:
             pins_grads = is_pinned or pins_sums
             self.gradients = Gradients(
@@ -195,8 +186,6 @@ class Partitions(Uploads):
         self._thread_wait = ThreadWait(device)
         # The last step of which all copies have ended.
         self._drained: Submitted | None = None
-        # Of several ranks the last step that was applied past the weights on the device.
-        self._applied_past: Submitted | None = None
         self.are_weights_read_elsewhere = False
         """Whether weights on the device are read on streams that come after no other."""
         # Of several ranks.
@@ -280,26 +269,6 @@ class Partitions(Uploads):
         if self._writes:
             self.finish()
         return True
-
-    def score(self, *, is_deferred: bool, is_selected: bool) -> None:
-        """Scores channels of which some may be selected; the norm that comes next is waited for.
-
-        Args:
-            is_deferred: whether the coming step is.
-            is_selected: whether an exact step is to select.
-        """
-        selector = self.engine.selector
-        if selector is None:
-            return
-        spans: list[torch.Tensor] = []
-        grads: list[torch.Tensor] = []
-        if is_deferred or is_selected:
-            found = self.gradients.known()
-            for span, run in zip(self._spans.tensors, self._spans.runs, strict=True):
-                if run in found:
-                    spans.append(span)
-                    grads.append(found[run])
-        selector.score(spans, grads, self.engine.next_group() if is_deferred else None)
 
     def end_last_step(self) -> None:
         """A step comes: waits until the last one is complete. `prepare` comes next.
@@ -501,28 +470,9 @@ class Partitions(Uploads):
             self._copied = last
 
     def settle(self) -> None:
-        """Applies all that is deferred. Does nothing in a step, and where nothing is.
-
-        Raises:
-            OSError: the step or the device has failed.
-        """
-        if self._deferral is None or not self._finalizer.alive:
-            return
-        weights = self._deferral.weights
-        with self.engine.lock:
-            if weights is None or not self.engine.will_settle:
-                self.engine.settle()
-                return
-            # What lands is there.
-            self.engine.finish()
-            kept = [(weight, weight.clone()) for weight in weights()]
-            try:
-                self.engine.settle()
-            finally:
-                self._applied_past = self.engine.submitted
-                with torch.no_grad():
-                    for weight, before in kept:
-                        weight.copy_(before)
+        """Applies all that is deferred, as `Pending.settle`."""
+        if self.pending is not None and self._finalizer.alive:
+            self.pending.settle()
 
     def complete(self) -> None:
         """Waits as `finish`, with all updates: masters and moments are those of the last step."""
@@ -531,24 +481,7 @@ class Partitions(Uploads):
 
     def has_pending(self) -> bool:
         """Whether updates are deferred that no exact step has followed."""
-        return self._deferral is not None and self.engine.has_pending()
-
-    @property
-    def is_landed(self) -> bool:
-        """Whether the weights on the device lack no update."""
-        submitted = self.engine.submitted
-        return not self.has_pending() and (submitted is None or self._applied_past is not submitted)
-
-    def upload(self, masters: Sequence[torch.Tensor]) -> None:
-        """Of several ranks: this rank's weights on the device are those of the last step."""
-        self.complete()
-        if self.is_landed or self._deferral is None or self._deferral.weights is None:
-            return
-        weights = self._deferral.weights()
-        with torch.no_grad():
-            for weight, twin, master in zip(weights, self.twins, masters, strict=True):
-                weight.copy_(master.detach() if twin is None else twin)
-        self._applied_past = None
+        return self.pending is not None and self.engine.has_pending()
 
     def gather(self, peers: Peers) -> Gatherer:
         """Makes what brings the new weights of this rank to the others, and theirs here.
@@ -583,6 +516,7 @@ class Partitions(Uploads):
         self.engine.close()
         # With it the volume's files are unlocked.
         del self.engine
+        self.pending = None
         if self._swapped is not None:
             self._swapped.close()
         self.twins.clear()
@@ -596,7 +530,7 @@ class Partitions(Uploads):
         """
         engine = self.engine
         timing: dict[str, float] = {**engine.timing(), "gate": engine.seconds_waited}
-        if self._deferral is None:
+        if self.pending is None:
             timing["bytes_downloaded"] = self._bytes_downloaded
         else:
             timing["background"] = self._seconds_behind_last
