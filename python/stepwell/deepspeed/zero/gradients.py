@@ -420,10 +420,6 @@ class Gradients:
         """The gradient of a partition that the coming step takes, in host memory."""
         return self._widened.get(run.group, self.grads[run.group])
 
-    def known(self) -> dict[Run, torch.Tensor]:
-        """None is on the device."""
-        return {}
-
     def _widen(self) -> None:
         """Partitions of which gradients were set have theirs in the master's dtype."""
         self.arrive()

@@ -327,11 +327,10 @@ class Partitions(Uploads):
             OSError: the device has failed.
         """
         operands, owners, coming = prepared
-        spans = (
-            None if at_once is None else {window.span for window in self._spans.windows(at_once)}
-        )
         selected: list[Selected] = []
-        now = None if spans is None else {self._spans.tensors[span] for span in spans}
+        now: set[torch.Tensor] | None = None
+        if at_once is not None:
+            now = {self._spans.tensors[each.span] for each in self._spans.windows(at_once)}
         selector = self.engine.selector
         if selector is not None:
             selected = selector.choose(now)
