@@ -105,7 +105,10 @@ def test_norms(value, is_last, adds_on_host):
 @pytest.mark.parametrize("adds_on_host", [False, True])
 @pytest.mark.parametrize("backwards", [1, 2])
 @pytest.mark.parametrize("dtype", [BF16, FP32])
-def test_what_a_reduction_leaves_is_stepped_and_its_memory_free(backwards, dtype, adds_on_host):
+@pytest.mark.parametrize("count", [1, 4])
+def test_what_a_reduction_leaves_is_stepped_and_its_memory_free(
+    count, dtype, backwards, adds_on_host
+):
     partitions = opened(partition(10), partition(3), adds_on_host=adds_on_host)
     gradients = partitions.gradients
     # The last of them is shorter than its fragment, and that of another rank comes in between.
@@ -113,7 +116,9 @@ def test_what_a_reduction_leaves_is_stepped_and_its_memory_free(backwards, dtype
     for left in reversed(range(backwards)):
         bucket = torch.arange(1.0, 20.0).to(dtype)
         pieces = [bucket[0:3], bucket[3:5], bucket[8:11].view(3, 1), bucket[5:8]]
-        gradients.collect_all(fragments, pieces, is_last=left == 0)
+        for first in range(0, 4, count):
+            reduced = slice(first, first + count)
+            gradients.collect_all(fragments[reduced], pieces[reduced], is_last=left == 0)
         bucket.fill_(math.nan)
     expected = [[6, 7, 8, 0, 1, 2, 3, 0, 0, 0], [9, 10, 11]]
     expected = [[each * backwards for each in grad] for grad in expected]
