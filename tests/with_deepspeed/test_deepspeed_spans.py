@@ -1,4 +1,4 @@
-"""Runs: how a fragment of a parameter is cut where its updates are deferred."""
+"""Spans of partitions: how a fragment of a parameter is cut where its updates are deferred."""
 
 import pytest
 from stepwell.deepspeed.zero.partition import Fragment
