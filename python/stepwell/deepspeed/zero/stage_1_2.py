@@ -39,7 +39,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import (
 from stepwell.access.gate import Gate
 from stepwell.access.under_way import without_waiting
 from stepwell.deepspeed.release import has_fp32_sums
-from stepwell.deepspeed.state.home import RamHome
+from stepwell.deepspeed.state.home import Home
 from stepwell.deepspeed.zero.backward import Backward
 from stepwell.deepspeed.zero.exposure import Exposure
 from stepwell.deepspeed.zero.gathers import GatheredWeights
@@ -76,7 +76,7 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         **kwargs: Any,
     ) -> None:
         self._masters: list[torch.Tensor] = []
-        self.stepwell_homes: list[RamHome] = []
+        self.stepwell_homes: list[Home] = []
         """Of the partitions, by group; none while DeepSpeed's constructor makes them."""
         self._partitions: Partitions
         self._plan = plan
@@ -197,7 +197,7 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         self._partitions = self._open_partitions(partitions)
         self._operands.forget_unused_volume()
         self.stepwell_homes = [
-            RamHome(self.optimizer, master, self._partitions, group)
+            Home(self.optimizer, master, self._partitions, group)
             for group, master in enumerate(self._masters)
         ]
         if self._plan.is_resumed:

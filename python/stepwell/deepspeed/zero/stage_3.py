@@ -44,7 +44,7 @@ from deepspeed.runtime.zero.stage3 import OPTIMIZER_STEP_TIMER, DeepSpeedZeroOpt
 from stepwell import _core
 from stepwell._tensors import tensor_on
 from stepwell.deepspeed.options import with_unpinned_weights
-from stepwell.deepspeed.state.home import RamHome
+from stepwell.deepspeed.state.home import Home
 from stepwell.deepspeed.zero.backward import Backward
 from stepwell.deepspeed.zero.device_share import DeviceShare
 from stepwell.deepspeed.zero.gradients import Gradients
@@ -283,7 +283,7 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
             self._partitions.pin(buffer)
         self._weight_buffers.clear()
         self.stepwell_homes = [
-            RamHome(self.optimizer, master, self._partitions, group)
+            Home(self.optimizer, master, self._partitions, group)
             for group, master in enumerate(self.fp32_partitioned_groups_flat)
         ]
         # Where DeepSpeed makes the flat buffer next.
