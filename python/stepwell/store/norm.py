@@ -66,9 +66,10 @@ def gradient_norm(
     sums = [share.over_ranks(squares) for share in shares]
 
     def again() -> float:
+        wide = _norms(pieces, device, torch.float64).square()
         # Ranks that hold pieces of one share have the same sum of it, and so look again together.
         return sum(
-            found if math.isfinite(found) else float(share.over_ranks(_wide(pieces, share, device)))
+            found if math.isfinite(found) else float(share.over_ranks(wide))
             for share, found in zip(shares, map(float, sums), strict=True)
         )
 
@@ -197,13 +198,3 @@ def _shares(params: Sequence[torch.Tensor]) -> list[_Share]:
     # Always the plain ones, too, so that sums are added in one order.
     sharded = (_Share(indices, mesh, cuts) for (mesh, cuts), indices in layouts.items())
     return [_Share(plain, None, ()), *sharded]
-
-
-def _wide(pieces: Sequence[torch.Tensor], share: _Share, device: torch.device) -> torch.Tensor:
-    """The squares of the share's gradients in double precision; 0 for the others."""
-    indices = range(len(pieces)) if share.indices is None else share.indices
-    squares = torch.zeros(len(pieces), dtype=torch.float64, device=device)
-    if indices:
-        of_share = [pieces[index] for index in indices]
-        squares[list(indices)] = _norms(of_share, device, torch.float64).square()
-    return squares
