@@ -113,6 +113,12 @@ def partitions_of(zero):
     return zero._partitions
 
 
+def are_weights_late(zero):
+    """Whether weights on the device lack an update of a ZeRO optimizer, or DeepSpeed's, of one."""
+    pending = getattr(getattr(zero, "_partitions", None), "pending", None)
+    return pending is not None and not pending.is_landed
+
+
 def swapped_of_zero(zero):
     """The state of a ZeRO optimizer on drives."""
     return zero._operands.swapped
@@ -135,7 +141,7 @@ def device_sums(partitions):
 
 def runs_of(partitions):
     """Its spans, as their gradients are asked for."""
-    return partitions._runs
+    return partitions._spans.runs
 
 
 def core_of_partitions(partitions):

@@ -8,8 +8,7 @@ import torch
 from insides import make_late
 from offload_cases import assert_equal, pair, train
 from stepwell.deepspeed.zero import gradients
-from stepwell.deepspeed.zero.fragment import Fragment
-from stepwell.deepspeed.zero.partition import Partition
+from stepwell.deepspeed.zero.partition import Fragment, Partition
 from stepwell.deepspeed.zero.partitions import Partitions
 from stepwell.store import host_collector
 
@@ -38,9 +37,10 @@ class LateLane:
     def __init__(self):
         self.pending = []
 
-    def copy(self, piece, target, fragment):
-        assert piece.numel() == target.numel() == fragment.numel
-        self.pending.append((piece, target))
+    def copy(self, copies):
+        for piece, target, fragment in copies:
+            assert piece.numel() == target.numel() == fragment.numel
+            self.pending.append((piece, target))
 
     def launch(self):
         """They come late all the same."""

@@ -16,7 +16,7 @@ from deepspeed_engines import (
     train,
     vectors,
 )
-from insides import partitions_of
+from insides import are_weights_late, partitions_of
 
 ZENFLOW = {
     "topk_ratio": 0.1,
@@ -74,8 +74,7 @@ def linear_run(config, *, steps=STEPS, poisoned=(), look=None):
             is_poisoned = step in poisoned and micro == 0
             engine.backward(linear(engine, step * every + micro, rank, poison=is_poisoned))
             engine.step()
-        landed = getattr(engine.optimizer, "_partitions", None)
-        is_late.append(not getattr(landed, "is_landed", True))
+        is_late.append(are_weights_late(engine.optimizer))
         if look is not None:
             look(engine, step)
     result = {
@@ -152,10 +151,10 @@ def program_zenflow_on_engine(result):
     result["weights"], result["expected weights"] = weights, [*model.parameters()]
     result["exact after a look"] = partitions_of(engine.optimizer).engine.is_settled
     train(engine, vectors(3, first=STEPS), squared)
-    result["late"] = not partitions_of(engine.optimizer).is_landed
+    result["late"] = are_weights_late(engine.optimizer)
     looked = safe_get_full_fp32_param(engine.module[0].weight)
     result["master"] = torch.equal(looked, engine.module[0].weight.detach())
-    result["late after a look"] = not partitions_of(engine.optimizer).is_landed
+    result["late after a look"] = are_weights_late(engine.optimizer)
     train(engine, vectors(3, first=STEPS + 3), squared)
     looked = safe_get_full_optimizer_state(engine.module[0].weight, "exp_avg").clone()
     engine.optimizer.drain()
@@ -208,7 +207,7 @@ def program_zenflow_saves(result, folder):
 
 
 def saved_and_resumed(result, folder, stage):
-    from deepspeed.utils import logger
+    from deepspeed.utils import logger, safe_get_full_fp32_param
 
     lines = Lines()
     logger.addHandler(lines)
@@ -222,12 +221,14 @@ def saved_and_resumed(result, folder, stage):
 
     engine = initialize(perceptron(), config)
     trained(engine, 0, SAVED_AT)
-    result["late before"] = not partitions_of(engine.optimizer).is_landed
+    result["late before"] = are_weights_late(engine.optimizer)
     engine.save_checkpoint(folder)
     saved = partitions(engine)
     weights = [param.detach().clone() for param in engine.module.parameters()]
     losses = trained(engine, SAVED_AT, LAST)
-    result["late"] = not partitions_of(engine.optimizer).is_landed
+    result["late"] = are_weights_late(engine.optimizer)
+    # Of several ranks no look at the parameter has applied anything.
+    result["masters"] = [safe_get_full_fp32_param(each) for each in engine.module.parameters()]
     result["went on"] = saved, weights, losses, partitions(engine)
     # Which has applied what is pending to the masters of each rank.
     result["late weights"] = [param.detach().clone() for param in engine.module.parameters()]

@@ -6,7 +6,6 @@ from insides import make_partitions_late, runs_of
 from stepwell import _core
 from stepwell.deepspeed.zero.operands import Operands
 from stepwell.deepspeed.zero.partition import Partition
-from stepwell.deepspeed.zero.partition_work import PartitionWork
 from stepwell.deepspeed.zero.partitions import Partitions
 from stepwell.deepspeed.zero.swapped import SwappedPartitions
 
@@ -146,7 +145,7 @@ def assert_same(run, other):
 
 def pieces_of(run, runs=PIECES):
     """Pieces of the first master: those that are good after every step; or views of it."""
-    found = PartitionWork(run.partitions, 0, run.swapped).pieces(runs)
+    found = run.partitions.pieces(0, runs)
     if found is not None:
         return found
     return [run.masters[0].detach().narrow(0, begin, numel) for begin, numel in runs]

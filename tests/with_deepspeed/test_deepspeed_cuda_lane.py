@@ -2,14 +2,14 @@
 
 import contextlib
 import gc
+import random
 import weakref
 
 import pytest
 import torch
 from stepwell.deepspeed.zero import lanes
-from stepwell.deepspeed.zero.fragment import Fragment
-from stepwell.deepspeed.zero.lanes import CudaLane
-from stepwell.deepspeed.zero.partition import Partition
+from stepwell.deepspeed.zero.lanes import Copy, CudaLane
+from stepwell.deepspeed.zero.partition import Fragment, Partition
 from stepwell.deepspeed.zero.partitions import Partitions
 
 CPU = torch.device("cpu")
@@ -65,7 +65,6 @@ class Device:
         monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream())
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.current)
         monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
-        monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
 
 
 @pytest.fixture
@@ -86,7 +85,7 @@ def lane(device, engine):
 
 def send(lane, target, begin, end, value=1.0):
     piece = torch.full((end - begin,), value)
-    lane.copy(piece, target[begin:end], Fragment(0, begin, end - begin))
+    lane.copy([Copy(piece, target[begin:end], Fragment(0, begin, end - begin))])
 
 
 def test_the_latest_gradient_waits_for_the_next(lane, engine):
@@ -119,6 +118,34 @@ def test_small_gradients_share_a_batch_and_large_ones_have_several(lane, engine)
     assert target.tolist() == [1.0] * 31 + [0.0] * 9
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_neighbours_here_and_in_their_partition_are_copied_as_one(lane, engine, monkeypatch, seed):
+    monkeypatch.setattr(lanes, "BATCH_BYTES", 1 << 20)
+    choose = random.Random(seed)
+    memory, targets = torch.arange(1.0, 201.0), torch.zeros(2, 200)
+    here, there, group, copies, num_gaps = 0, 0, 0, [], 0
+    for size in (choose.randint(1, 9) for _ in range(8)):
+        gap = choose.choice(["none", "here", "there", *(["group"] if group == 0 else [])])
+        here += gap == "here"
+        there = 0 if gap == "group" else there + (gap == "there")
+        group += gap == "group"
+        num_gaps += gap != "none" and bool(copies)
+        target = targets[group, there : there + size]
+        copies.append(Copy(memory[here : here + size], target, Fragment(group, there, size)))
+        here, there = here + size, there + size
+    # In one call or in several, which come to the same.
+    if seed % 2:
+        lane.copy(copies)
+    else:
+        for copy in copies:
+            lane.copy([copy])
+    lane.launch()
+    (parts,) = engine.calls
+    assert len(parts) == 1 + num_gaps
+    assert all(torch.equal(piece, target) for piece, target, _ in copies)
+    assert sum(end - begin for _, begin, end in parts) == int((targets != 0).sum())
+
+
 def test_a_batch_comes_after_the_stream_that_made_it(lane, device, engine):
     target, training = torch.zeros(4), device.current
     send(lane, target, 0, 2)
@@ -146,7 +173,7 @@ def test_what_is_dropped_is_not_copied(lane, engine):
 def test_a_gradient_is_held_until_it_is_copied(lane):
     piece, target = torch.ones(2), torch.zeros(2)
     held = weakref.ref(piece)
-    lane.copy(piece, target, Fragment(0, 0, 2))
+    lane.copy([Copy(piece, target, Fragment(0, 0, 2))])
     del piece
     assert held() is not None
     lane._stream.is_late = True

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import torch
 from stepwell.deepspeed.zero import gathers
-from stepwell.deepspeed.zero.fragment import Fragment
 from stepwell.deepspeed.zero.gathers import GatheredPersistents, GatheredWeights
+from stepwell.deepspeed.zero.partition import Fragment
 from stepwell.deepspeed.zero.persistent import Upload
 
 

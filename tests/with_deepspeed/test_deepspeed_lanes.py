@@ -9,9 +9,8 @@ import pytest
 import torch
 from insides import lane_of
 from stepwell.deepspeed.zero import lanes
-from stepwell.deepspeed.zero.fragment import Fragment
-from stepwell.deepspeed.zero.lanes import ThreadLane
-from stepwell.deepspeed.zero.partition import Partition
+from stepwell.deepspeed.zero.lanes import Copy, ThreadLane
+from stepwell.deepspeed.zero.partition import Fragment, Partition
 from stepwell.deepspeed.zero.partitions import Partitions
 
 PATIENCE = 30.0
@@ -58,7 +57,7 @@ def test_a_gradient_is_copied_once_it_is_made(training):
     lane, pieces = ThreadLane(torch.device("cpu")), torch.zeros(2, 4)
     targets = torch.full((2, 4), -1.0)
     for piece, target in zip(pieces, targets, strict=True):
-        lane.copy(piece, target, PART)
+        lane.copy([Copy(piece, target, PART)])
     # The thread that launches goes on, and what it launches is done late.
     pieces[0] = 1.0
     pieces[1] = 2.0
@@ -92,7 +91,7 @@ def test_gradients_that_wait_are_bounded(training, monkeypatch):
     lane, targets = ThreadLane(torch.device("cpu")), torch.zeros(5, 4)
     seen = []
     for target in targets:
-        lane.copy(torch.ones(4), target, PART)
+        lane.copy([Copy(torch.ones(4), target, PART)])
         seen.append(int(targets[:, 0].sum()))
     # Those that are there: the fourth one comes behind 48 bytes.
     assert seen == [0, 0, 0, 1, 2]
@@ -104,7 +103,7 @@ def test_a_gradient_is_held_until_it_is_copied(training):
     lane, target = ThreadLane(torch.device("cpu")), torch.zeros(4)
     piece = torch.ones(4)
     held = weakref.ref(piece)
-    lane.copy(piece, target, PART)
+    lane.copy([Copy(piece, target, PART)])
     del piece
     assert held() is not None
     make(training)
@@ -113,7 +112,7 @@ def test_a_gradient_is_held_until_it_is_copied(training):
 
 def test_a_copy_that_fails_is_an_error_of_every_wait(training):
     lane = ThreadLane(torch.device("cpu"))
-    lane.copy(torch.ones(4), torch.zeros(3), PART)
+    lane.copy([Copy(torch.ones(4), torch.zeros(3), PART)])
     make(training)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="size"):

@@ -10,7 +10,6 @@ import stepwell
 import torch
 from partition_cases import opened
 from stepwell.deepspeed.native import adam
-from stepwell.deepspeed.zero.fragment import Fragment
 from stepwell.deepspeed.zero.operands import (
     Operands,
     global_norm,
@@ -18,7 +17,7 @@ from stepwell.deepspeed.zero.operands import (
     is_torchs,
     obstacle_of,
 )
-from stepwell.deepspeed.zero.partition import Partition
+from stepwell.deepspeed.zero.partition import Fragment, Partition
 from torch.nn import Parameter
 
 FLOAT32_MAX = torch.finfo(torch.float32).max

@@ -11,7 +11,7 @@ import torch
 from insides import core_of_partitions, make_partitions_late
 from partition_cases import BF16, FP32, HUGE, PRECISE, Steps, full, opened, partition, stepped
 from stepwell.deepspeed.zero import host_memory
-from stepwell.deepspeed.zero.fragment import Fragment
+from stepwell.deepspeed.zero.partition import Fragment
 
 
 @pytest.mark.parametrize("is_pinned", [False, True])
@@ -100,6 +100,45 @@ def test_norms(value, is_last, adds_on_host):
     expected = math.sqrt(4 * value**2 + 1.0) if math.isfinite(value) else math.inf
     assert gradients.norm(add_up) == pytest.approx(expected, rel=1e-7)
     assert asked == ([FP32] if value == 1.0 else [FP32, torch.float64])
+
+
+@pytest.mark.parametrize("adds_on_host", [False, True])
+@pytest.mark.parametrize("backwards", [1, 2])
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("count", [1, 4])
+def test_what_a_reduction_leaves_is_stepped_and_its_memory_free(
+    count, dtype, backwards, adds_on_host
+):
+    partitions = opened(partition(10), partition(3), adds_on_host=adds_on_host)
+    gradients = partitions.gradients
+    # The last of them is shorter than its fragment, and that of another rank comes in between.
+    fragments = [Fragment(0, 4, 3), None, Fragment(1, 0, 3), Fragment(0, 0, 4)]
+    for left in reversed(range(backwards)):
+        bucket = torch.arange(1.0, 20.0).to(dtype)
+        pieces = [bucket[0:3], bucket[3:5], bucket[8:11].view(3, 1), bucket[5:8]]
+        for first in range(0, 4, count):
+            reduced = slice(first, first + count)
+            gradients.collect_all(fragments[reduced], pieces[reduced], is_last=left == 0)
+        bucket.fill_(math.nan)
+    expected = [[6, 7, 8, 0, 1, 2, 3, 0, 0, 0], [9, 10, 11]]
+    expected = [[each * backwards for each in grad] for grad in expected]
+    norm = math.sqrt(sum(each**2 for grad in expected for each in grad))
+    assert gradients.norm(float) == pytest.approx(norm)
+    assert stepped(partitions) == expected
+
+
+@pytest.mark.parametrize("adds_on_host", [False, True])
+@pytest.mark.parametrize("is_last", [False, True])
+@pytest.mark.parametrize("grad", [BF16, FP32])
+def test_what_is_set_before_the_first_gradient_is_dropped_by_it(grad, is_last, adds_on_host):
+    """As DeepSpeed has it. Before the first backward of all no `zero_grad` drops it."""
+    partitions = opened(partition(4, grad=grad), adds_on_host=adds_on_host)
+    gradients, fragment = partitions.gradients, Fragment(0, 0, 4)
+    gradients.set_gradient(fragment, full(4, PRECISE, FP32))
+    assert gradients.norm(float) == pytest.approx(2 * PRECISE)
+    gradients.collect(fragment, full(4, 3.0, grad), is_owned=False, is_last=is_last)
+    assert gradients.norm(float) == 6.0
+    assert stepped(partitions) == [[3.0] * 4]
 
 
 @pytest.mark.parametrize("what", ["sent", "summed on the host", "set"])

@@ -120,6 +120,14 @@ def test_weights_that_are_saved_have_all_updates(saved, stage):
 
 
 @pytest.mark.parametrize("stage", STAGES)
+def test_a_look_at_masters_sees_all_updates(saved, stage):
+    for found in (each[stage] for each in saved[0]):
+        assert found["late"]
+        masters = [master.bfloat16() for master in found["masters"]]
+        assert all(map(torch.equal, masters, found["weights"]))
+
+
+@pytest.mark.parametrize("stage", STAGES)
 def test_deepspeed_loads_what_was_saved_and_goes_on(saved, stage):
     for found, loaded in ((one[stage], other[stage]) for one, other in zip(*saved, strict=True)):
         assert (loaded["class"], loaded["base"]) == ("DeepSpeedZeroOptimizer", "torch.optim.adamw")

@@ -19,23 +19,15 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
+from stepwell.store.norm import norm_of, norms_of
 from stepwell.store.reads import Reads
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable
 
     from stepwell import _core
 
-__all__ = [
-    "DEVICE_BYTES",
-    "Adder",
-    "Operation",
-    "add",
-    "add_to_zero",
-    "assign",
-    "norm_of",
-    "norms_of",
-]
+__all__ = ["DEVICE_BYTES", "Adder", "Operation", "add", "add_to_zero", "assign"]
 
 _SLOTS = 3
 _SLOT_BYTES = 64 << 20
@@ -62,24 +54,6 @@ def add(target: torch.Tensor, grad: torch.Tensor) -> None:
 def add_to_zero(target: torch.Tensor, grad: torch.Tensor) -> None:
     """The first gradient after the sum was zeroed: -0 becomes 0, as it does on the device."""
     torch.add(grad, 0, out=target)
-
-
-def _norm_dtype(piece: torch.Tensor) -> torch.dtype:
-    # Sums of many float32 squares are pairwise on GPUs, and are not on CPUs.
-    return torch.float64 if piece.is_cpu else torch.float32
-
-
-def norm_of(piece: torch.Tensor) -> torch.Tensor:
-    """The norm of a gradient, where it is: a scalar."""
-    norm: torch.Tensor = torch.linalg.vector_norm(piece, dtype=_norm_dtype(piece))
-    return norm
-
-
-def norms_of(pieces: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """As `norm_of` of each of some gradients on one device, by one call."""
-    dtype = _norm_dtype(pieces[0])
-    norms: Sequence[torch.Tensor] = torch._foreach_norm(list(pieces), dtype=dtype)
-    return norms
 
 
 class _Batch:
@@ -226,9 +200,7 @@ class Adder:
                 if batch.operation is add_to_zero:
                     total.add_(0)
             if any(norms is not None for norms in batch.norms):
-                for norms, norm in zip(
-                    batch.norms, torch._foreach_norm(totals, dtype=torch.float32), strict=True
-                ):
+                for norms, norm in zip(batch.norms, norms_of(totals), strict=True):
                     if norms is not None:
                         norms.append(norm)
                 self._normed[stream] = stream.record_event()

@@ -26,7 +26,7 @@ from stepwell.store.adder import Adder, Operation, add, add_to_zero, assign
 from stepwell.store.grad_checks import check_in_place, checked
 from stepwell.store.gradients import may_change_after_backward
 from stepwell.store.marker import GradMarker
-from stepwell.store.norm import norms_of
+from stepwell.store.norm import float32_norms
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -207,7 +207,7 @@ class HostCollector:
         if operation is assign or grad.is_cpu:
             whole = grad if operation is assign else sums
             self._adder.run(operation, sums, grad.view(-1))
-            return [*norms_of([whole], grad.device)]
+            return [*float32_norms([whole], grad.device)]
         norms: list[torch.Tensor] = []
         self._adder.run(operation, sums, grad.view(-1), norms)
         return norms

@@ -15,7 +15,7 @@ from stepwell.access.under_way import without_waiting
 from stepwell.deepspeed.seams import Attribute
 from stepwell.deepspeed.state.decoding import MOMENT_NAMES
 from stepwell.deepspeed.state.home import (
-    RamHome,
+    Home,
     attach,
     check_writable,
     home_of,
@@ -25,8 +25,6 @@ from stepwell.deepspeed.state.home import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from stepwell.deepspeed.state.home import Home
 
 __all__ = ["SEAMS"]
 
@@ -47,7 +45,7 @@ def _linked(original: Callable[..., None]) -> Callable[..., None]:
             original(self)
         homes = getattr(self, "stepwell_homes", None)
         if homes is None and isinstance(self.optimizer, optim.Adam):
-            homes = [RamHome(self.optimizer, flat) for flat in self.single_partition_of_fp32_groups]
+            homes = [Home(self.optimizer, flat) for flat in self.single_partition_of_fp32_groups]
         for params, home in zip(self.bit16_groups, homes or (), strict=bool(homes)):
             attach(home, params, self.optimizer)
 
@@ -102,7 +100,7 @@ def _partition_got(
         _, index = original(self, param, release_swap_buffers)
         homes = getattr(self, "stepwell_homes", None)
         home: Home = (
-            RamHome(self.optimizer, self.fp32_partitioned_groups_flat[index])
+            Home(self.optimizer, self.fp32_partitioned_groups_flat[index])
             if homes is None
             else homes[index]
         )

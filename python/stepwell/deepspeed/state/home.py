@@ -1,12 +1,9 @@
-"""Where the state of a flat partition is, and how checkpoints, fragments and loaders get at it.
-
-All three know only `Home`. State on another tier gets another implementation of it.
-"""
+"""Where the state of a flat partition is, and how checkpoints, fragments and loaders get at it."""
 
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 from weakref import ReferenceType, WeakSet, ref
 
 import torch
@@ -18,7 +15,9 @@ from stepwell.deepspeed.state.decoding import MOMENT_NAMES
 if TYPE_CHECKING:
     from collections.abc import Iterator, MutableMapping, Sequence
 
-__all__ = ["Home", "RamHome", "attach", "check_writable", "home_of", "loading", "optimizer_of"]
+    from stepwell.deepspeed.zero.partitions import Partitions
+
+__all__ = ["Home", "attach", "check_writable", "home_of", "loading", "optimizer_of"]
 
 _ATTRIBUTE = "stepwell_home"
 
@@ -29,61 +28,7 @@ _OPTIMIZERS: MutableMapping[torch.Tensor, ReferenceType[torch.optim.Optimizer]] 
 )
 
 
-class Home(Protocol):
-    """The state of one partition."""
-
-    def master(self) -> torch.Tensor:
-        """The fp32 partition, flat, after the last step.
-
-        The next step begins from what is written to it.
-        """
-
-    def holds_moments(self) -> bool:
-        """Whether `moment` has the moments.
-
-        If not, they are found where DeepSpeed's optimizers keep them.
-        """
-
-    def moment(self, name: str) -> torch.Tensor | None:
-        """A moment, flat. A copy where it is held in codes; None before the first step."""
-
-    def wait_for_step(self) -> None:
-        """Waits until the last step is complete."""
-
-    def gradient(self, begin: int, numel: int) -> torch.Tensor | None:
-        """A piece of the gradient, in the master's dtype; None: it is DeepSpeed's."""
-
-    def set_gradient(self, begin: int, value: torch.Tensor) -> bool:
-        """Sets a piece of the gradient. False: it is DeepSpeed's, and nothing was changed."""
-
-    def pieces(self, runs: Sequence[tuple[int, int]]) -> list[torch.Tensor] | None:
-        """Pieces of the master, by first element and number, that are good after every step.
-
-        None: any view of the master is. Those that were given out before are used no more.
-        """
-
-
-class Work(Protocol):
-    """The work on a partition that is under way."""
-
-    def finish(self) -> None:
-        """Waits until the last step is complete."""
-
-    def gradient(self, begin: int, numel: int) -> torch.Tensor:
-        """A piece of the gradient: a copy."""
-
-    def set_gradient(self, begin: int, value: torch.Tensor) -> None:
-        """Sets a piece of the gradient."""
-
-    @property
-    def is_swapped(self) -> bool:
-        """Whether the state is on a volume."""
-
-    def pieces(self, runs: Sequence[tuple[int, int]]) -> list[torch.Tensor] | None:
-        """As `Home.pieces`."""
-
-
-class RamHome:
+class Home:
     """State in host memory: a tensor, and its entry in `optimizer.state`.
 
     Or on a volume: then the same tensors are brought into memory when they are used.
@@ -91,32 +36,42 @@ class RamHome:
     Args:
         optimizer: steps the partition.
         master: the partition.
-        work: what steps it in the background; None: it is stepped by `optimizer.step()`.
+        partitions: what steps it in the background; None: it is stepped by `optimizer.step()`.
+        group: its number there.
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, master: torch.Tensor, work: Work | None = None
+        self,
+        optimizer: torch.optim.Optimizer,
+        master: torch.Tensor,
+        partitions: Partitions | None = None,
+        group: int = 0,
     ) -> None:
         self._optimizer = optimizer
         self._master = master
-        self._work = work
+        self._partitions, self._group = partitions, group
 
     def master(self) -> torch.Tensor:
-        """The fp32 partition, after the last step."""
+        """The fp32 partition, flat, after the last step.
+
+        The next step begins from what is written to it.
+        """
         self.wait_for_step()
         return self._master
 
     def holds_moments(self) -> bool:
-        """Whether the optimizer is Stepwell's, or the state on a volume.
+        """Whether `moment` has the moments: those of Stepwell's optimizers, or on a volume.
 
-        False while DeepSpeed loads a checkpoint into it.
+        If not, they are found where DeepSpeed's optimizers keep them; so also while DeepSpeed loads
+        a checkpoint.
         """
-        is_swapped = self._work is not None and self._work.is_swapped
+        partitions = self._partitions
+        is_swapped = partitions is not None and partitions.is_swapped(self._group)
         is_held = isinstance(self._optimizer, optim.Adam) or is_swapped
         return is_held and self._optimizer not in _BEING_LOADED
 
     def moment(self, name: str) -> torch.Tensor | None:
-        """A moment, decoded where it is held in codes; None before the first step."""
+        """A moment, flat. A copy where it is held in codes; None before the first step."""
         self.wait_for_step()
         state = self._optimizer.state.get(self._master)
         if not state:
@@ -128,24 +83,26 @@ class RamHome:
             return _state.decode(self._master, state).get(name)
 
     def wait_for_step(self) -> None:
-        """Waits until the last step is complete."""
-        if self._work is not None:
-            self._work.finish()
+        """Waits until the last step is complete, with all updates."""
+        if self._partitions is not None:
+            self._partitions.complete()
 
     def gradient(self, begin: int, numel: int) -> torch.Tensor | None:
-        """A piece of the gradient; None where `optimizer.step()` steps it."""
-        return None if self._work is None else self._work.gradient(begin, numel)
+        """A piece of the gradient, in the master's dtype; None: it is DeepSpeed's."""
+        if self._partitions is None:
+            return None
+        return self._partitions.gradient(self._group, begin, numel)
 
     def set_gradient(self, begin: int, value: torch.Tensor) -> bool:
-        """Sets a piece of the gradient; False where `optimizer.step()` steps it."""
-        if self._work is None:
+        """Sets a piece of the gradient. False: it is DeepSpeed's, and nothing was changed."""
+        if self._partitions is None:
             return False
-        self._work.set_gradient(begin, value)
+        self._partitions.set_gradient(self._group, begin, value)
         return True
 
     def pieces(self, runs: Sequence[tuple[int, int]]) -> list[torch.Tensor] | None:
-        """Pieces of the master that are good after every step; None: any view of it is."""
-        return None if self._work is None else self._work.pieces(runs)
+        """As `Partitions.pieces`."""
+        return None if self._partitions is None else self._partitions.pieces(self._group, runs)
 
 
 def check_writable(optimizer: torch.optim.Optimizer | None, name: str) -> None:

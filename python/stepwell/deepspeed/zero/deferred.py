@@ -26,8 +26,9 @@ import torch
 
 from stepwell.access.gate import LANDING_BYTES_MAX
 from stepwell.deepspeed.logs import warn
-from stepwell.deepspeed.zero.partitions import Deferral, Partitions
-from stepwell.deepspeed.zero.runs import Source
+from stepwell.deepspeed.zero.partitions import Partitions
+from stepwell.deepspeed.zero.pending import Deferral, Pending
+from stepwell.deepspeed.zero.spans import Source
 from stepwell.deepspeed.zero.stage_1_2 import OffloadZeroOptimizer
 from stepwell.store.deferred_steps import DeferralMetrics, DeferredSteps, StepKind
 
@@ -35,9 +36,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
     from stepwell.deepspeed.plan import Plan
-    from stepwell.deepspeed.zero.fragment import Fragment
     from stepwell.deepspeed.zero.operands import Operand
-    from stepwell.deepspeed.zero.partition import Partition
+    from stepwell.deepspeed.zero.partition import Fragment, Partition
     from stepwell.store.deferred import Deferred
 
 __all__ = ["DeferredZeroOptimizer"]
@@ -80,6 +80,11 @@ class DeferredZeroOptimizer(OffloadZeroOptimizer):
                 self._deferred, sources, None if self._is_alone else _weakly(self._weights)
             ),
         )
+
+    @property
+    def _pending(self) -> Pending:
+        assert self._partitions.pending is not None
+        return self._partitions.pending
 
     @property
     def deferral(self) -> DeferralMetrics:
@@ -135,7 +140,7 @@ class DeferredZeroOptimizer(OffloadZeroOptimizer):
             is_seen=self._is_seen(),
             is_settled=self._partitions.engine.is_settled,
         )
-        self._partitions.score(
+        self._pending.score(
             is_deferred=self._kind is StepKind.DEFERRED, is_selected=self._kind.selects
         )
 
@@ -187,7 +192,8 @@ class DeferredZeroOptimizer(OffloadZeroOptimizer):
         if self._is_alone:
             self.synchronize()
             return
-        self._partitions.upload(self._masters)
+        self._partitions.complete()
+        self._pending.upload(self._masters, self._partitions.twins)
         self._gather_weights()
 
     def checkpoint_event_prologue(self) -> None:
@@ -202,7 +208,7 @@ class DeferredZeroOptimizer(OffloadZeroOptimizer):
 
     def note_forward(self, module: torch.nn.Module) -> None:
         """Several ranks begin a forward: one in evaluation mode may read late weights."""
-        if not module.training and not self._partitions.is_landed:
+        if not module.training and not self._pending.is_landed:
             self._warn_once(
                 "a forward in evaluation mode reads weights that lack up to "
                 f"{self._deferred.interval} updates, since several ranks cannot gather there. "
@@ -211,7 +217,7 @@ class DeferredZeroOptimizer(OffloadZeroOptimizer):
 
     def note_state_dict(self) -> None:
         """Several ranks make a state dict of the module."""
-        if not self._partitions.is_landed:
+        if not self._pending.is_landed:
             self._warn_once(
                 "a state dict of the module has weights that lack up to "
                 f"{self._deferred.interval} updates, since several ranks cannot gather there. "

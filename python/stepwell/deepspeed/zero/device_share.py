@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from stepwell.store.norm import wide_squares
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from stepwell.deepspeed.zero.fragment import Fragment
     from stepwell.deepspeed.zero.operands import Operand
+    from stepwell.deepspeed.zero.partition import Fragment
 
 __all__ = ["DeviceShare"]
 
@@ -106,10 +108,8 @@ class DeviceShare:
         for fragment in self._stale - self._written:
             self._grad(fragment).zero_()
         self._stale &= self._written
-        norms = [
-            torch.linalg.vector_norm(grad, dtype=torch.float64) for grad in self._grads.values()
-        ]
-        return torch.stack(norms).square().sum() if norms else 0.0
+        grads = list(self._grads.values())
+        return wide_squares(grads, grads[0].device) if grads else 0.0
 
     def step_of(
         self, group: int, operand: Operand, weight: torch.Tensor, grad_scale: float

@@ -5,6 +5,10 @@
 - Or it is summed in host memory (`add_on_host`): then the sum comes up and goes down again in each
   backward, and the device holds none. The additions are the same in the same order: the same bits.
 - The norm of each gradient is computed where it is complete. The host waits once, for all norms.
+- What a reduction leaves of several gradients is copied at once (`collect_all`), so that its memory
+  is free behind it: a bucket that is written again, or memory of all ranks. A call per gradient
+  takes the thread of autograd, which is late with its launches, 20 microseconds and more.
+- Those of the share that stays on the device (`zero.device_share`) go there, and nowhere else.
 - An element that got no gradient is stepped with the gradient 0.
 - A gradient that a program sets is held in the master's precision until the next one arrives. For a
   step with such a gradient its whole partition is widened: 4 bytes per parameter, announced then.
@@ -14,38 +18,28 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import math
 import weakref
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
 from stepwell import _core
 from stepwell._budget import announce
-from stepwell._tensors import tensor_on, view
-from stepwell.deepspeed.zero.adjacent import runs
-from stepwell.deepspeed.zero.fragment import Fragment
-from stepwell.ranks.agreement import NORM_DTYPE, WIDE_NORM_DTYPE
+from stepwell._tensors import tensor_on
+from stepwell.deepspeed.zero.device_share import DeviceShare
+from stepwell.deepspeed.zero.lanes import Copy
 from stepwell.store import adder
-from stepwell.store.adder import Adder, norm_of, norms_of
+from stepwell.store.adder import Adder
+from stepwell.store.norm import norm_of, norm_over_ranks, norms_of, squares_of, wide_squares
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from stepwell.deepspeed.zero.lanes import Lane
-    from stepwell.deepspeed.zero.runs import Run
+    from stepwell.deepspeed.zero.partition import Fragment
+    from stepwell.deepspeed.zero.spans import Run
 
-__all__ = ["Gradients", "Part"]
-
-
-class Part(NamedTuple):
-    """What is added to the gradient of a fragment."""
-
-    fragment: Fragment
-    piece: torch.Tensor
-    """Flat."""
-    is_owned: bool
-    """Whether `piece` alone uses its memory from now on."""
+__all__ = ["Gradients"]
 
 
 class Gradients:
@@ -63,6 +57,7 @@ class Gradients:
         is_summed_on_host: whether gradients of several backwards are summed in host memory.
         host_bytes_left: the most host memory that may be taken yet; None: what is free.
         end_last_step: a method that waits for the last step where it is running; held weakly.
+        share: has the gradients of partitions that are stepped on the device; None: none is.
     """
 
     def __init__(
@@ -75,6 +70,7 @@ class Gradients:
         is_summed_on_host: bool,
         host_bytes_left: int | None,
         end_last_step: Callable[[], None],
+        share: DeviceShare | None = None,
     ) -> None:
         self.grads = grads
         self.bytes_sent = 0
@@ -84,12 +80,13 @@ class Gradients:
         self._adds_on_host = is_summed_on_host
         self._host_bytes_left = host_bytes_left
         self._waits_for_last_step = weakref.WeakMethod(end_last_step)
-        # What a program has set since a fragment's gradient arrived, where `grads` is narrower.
+        self._share = DeviceShare({}) if share is None else share
+        # Fragments that a program has set since the last step and since their gradient arrived,
+        # with the norm of what was set; None: the norm remains that of the gradient.
+        self._set: dict[Fragment, torch.Tensor | None] = {}
+        # What was set, where `grads` is narrower.
         self._values_set: dict[Fragment, torch.Tensor] = {}
         self._widened: dict[int, torch.Tensor] = {}
-        # Fragments that a program has set since the last step; those of them without a gradient.
-        self._set: set[Fragment] = set()
-        self._set_alone: set[Fragment] = set()
         # Fragments whose gradient has not been stepped; what others were scaled by.
         self._unscaled: set[Fragment] = set()
         self._last_grad_scale = 1.0
@@ -102,50 +99,47 @@ class Gradients:
         # Fragments whose gradient of some step lies in host memory.
         self._written: set[Fragment] = set()
 
-    def collect_all(self, parts: Sequence[Part], *, is_last: bool) -> None:
-        """As `collect`, for each of `parts`. Norms of all are computed by one call.
+    def collect_all(
+        self,
+        fragments: Sequence[Fragment | None],
+        pieces: Sequence[torch.Tensor],
+        *,
+        is_last: bool,
+    ) -> None:
+        """As `collect`, of what a reduction of several gradients has left.
 
-        What is complete by that, and lies side by side, crosses the bus as one.
+        Args:
+            fragments: whose gradients; None: there is none, and nothing is added.
+            pieces: of each as many elements, or fewer at the end of a parameter.
+            is_last: whether the gradients are complete then.
         """
-        norms: Sequence[torch.Tensor | None] = [None] * len(parts)
-        if is_last and parts:
-            norms = norms_of([part.piece for part in parts])
-        whole: dict[Fragment, torch.Tensor] = {}
-        for (fragment, piece, is_owned), norm in zip(parts, norms, strict=True):
-            if norm is None or fragment.numel == 0 or self.has_gradient(fragment):
-                self.collect(fragment, piece, is_owned=is_owned, is_last=is_last, norm=norm)
+        pairs = [
+            (fragment, _flat(piece, fragment.numel))
+            for fragment, piece in zip(fragments, pieces, strict=True)
+            if fragment is not None
+        ]
+        if not pairs:
+            return
+        whole = torch.cat([piece for _, piece in pairs]).to(self.grads[pairs[0][0].group].dtype)
+        parts = torch.split(whole, [fragment.numel for fragment, _ in pairs])
+        hosted: dict[Fragment, torch.Tensor] = {}
+        for (fragment, _), part in zip(pairs, parts, strict=True):
+            if fragment.group in self._share:
+                self._share.add(fragment, part)
             else:
-                self.add(fragment, piece, is_owned=is_owned)
-                whole[fragment] = norm
-        if whole:
-            self._send_all(whole)
-
-    def _send_all(self, norms: Mapping[Fragment, torch.Tensor]) -> None:
-        """As `send`, of sums to which one gradient was added, and nothing before."""
-        # Some weight of the last step may not have been used.
-        self._end_last_step()
-        pieces = [self._sums[fragment] for fragment in norms]
-        for piece, fragments in runs(pieces, list(norms)):
-            for fragment in fragments:
-                self._drop_set_alone(fragment)
-                self._arriving(fragment)
-            first, last = fragments[0], fragments[-1]
-            whole = Fragment(first.group, first.begin, last.begin + last.numel - first.begin)
-            self.bytes_sent += piece.nbytes
-            self._lane.copy(piece, self._grad(whole), whole)
-            # Last, and no call: what Ctrl-C has left is copied again.
-            for fragment in fragments:
-                self._norms[fragment] = [norms[fragment]]
-                del self._sums[fragment]
+                hosted[fragment] = part
+        # Of what is complete by that. What it is added to has a norm of its own.
+        alone = [each for each in hosted if is_last and not self.has_gradient(each)]
+        norms = dict(zip(alone, norms_of([hosted[each] for each in alone]), strict=True))
+        for fragment, part in hosted.items():
+            if fragment in norms:
+                self.add(fragment, part, is_owned=True)
+            else:
+                self.collect(fragment, part, is_owned=True, is_last=is_last)
+        self._send(norms)
 
     def collect(
-        self,
-        fragment: Fragment,
-        piece: torch.Tensor,
-        *,
-        is_owned: bool,
-        is_last: bool,
-        norm: torch.Tensor | None = None,
+        self, fragment: Fragment, piece: torch.Tensor, *, is_owned: bool, is_last: bool
     ) -> None:
         """Adds to the gradient of a fragment, where that is summed.
 
@@ -154,16 +148,14 @@ class Gradients:
             piece: what is added: flat.
             is_owned: whether `piece` alone uses its memory from now on.
             is_last: whether the gradient is complete then.
-            norm: of `piece`, a scalar; None: computed here.
         """
         # A lone backward of a step has nothing to be added to.
         if self._adds_on_host and (fragment in self._on_host or not is_last):
             self.add_on_host(fragment, piece if is_owned else piece.clone(), is_last=is_last)
             return
-        is_sum = fragment in self._sums
         self.add(fragment, piece, is_owned=is_owned)
         if is_last:
-            self.send(fragment, None if is_sum else norm)
+            self.send(fragment)
 
     def add(
         self, fragment: Fragment, piece: torch.Tensor, *, is_owned: bool, is_total: bool = False
@@ -189,43 +181,44 @@ class Gradients:
     @property
     def is_any_complete(self) -> bool:
         """Whether a gradient is complete that no step has taken."""
-        return bool(self._norms)
+        return bool(self._norms) or any(norm is not None for norm in self._set.values())
 
     def has_gradient(self, fragment: Fragment) -> bool:
         """Whether a fragment has got a gradient since the last step, or has no elements."""
         found = (self._sums, self._norms, self._on_host)
         return fragment.numel == 0 or any(fragment in each for each in found)
 
-    def send(self, fragment: Fragment, norm: torch.Tensor | None = None) -> None:
-        """The gradient of a fragment is complete: it is copied to the host.
-
-        Args:
-            fragment: whose gradient.
-            norm: its norm; None: computed here.
-        """
+    def send(self, fragment: Fragment) -> None:
+        """The gradient of a fragment is complete: it is copied to the host."""
         if fragment.numel == 0:
             self._sums.pop(fragment, None)
+        elif fragment in self._norms:
+            # A second backward after the one that was announced as the last.
+            self._end_last_step()
+            piece = self._sums.pop(fragment)
+            self.arrive()
+            target = self._held(fragment)
+            target.add_(piece.to(target.device, target.dtype))
+            self._norms[fragment] = [norm_of(target).to(self._device)]
+            self._set.pop(fragment, None)
+        else:
+            self._send({fragment: norm_of(self._sums[fragment])})
+
+    def _send(self, norms: Mapping[Fragment, torch.Tensor]) -> None:
+        """Gradients with these norms are complete: they are copied to the host."""
+        if not norms:
             return
         # Some weight of the last step may not have been used.
         self._end_last_step()
-        self._drop_set_alone(fragment)
-        target = self._grad(fragment)
-        if fragment in self._norms:
-            # A second backward after the one that was announced as the last.
-            piece = self._sums.pop(fragment)
-            self.arrive()
-            target = self._values_set.get(fragment, target)
-            target.add_(piece.to(target.device, target.dtype))
-            self._norms[fragment] = [norm_of(target).to(self._device)]
-            return
-        piece = self._sums[fragment]
-        norms = [norm_of(piece) if norm is None else norm]
-        self._arriving(fragment)
-        self.bytes_sent += piece.nbytes
-        self._lane.copy(piece, target, fragment)
+        copies = [Copy(self._sums[each], self._grad(each), each) for each in norms]
+        for piece, _, fragment in copies:
+            self._arriving(fragment)
+            self.bytes_sent += piece.nbytes
+        self._lane.copy(copies)
         # Last, and no call: what Ctrl-C has left is copied again.
-        self._norms[fragment] = norms
-        del self._sums[fragment]
+        for fragment, norm in norms.items():
+            self._norms[fragment] = [norm]
+            del self._sums[fragment]
 
     def add_on_host(
         self, fragment: Fragment, piece: torch.Tensor, *, is_last: bool = False
@@ -243,7 +236,6 @@ class Gradients:
         self._end_last_step()
         if self._adder is None:
             self._adder = Adder(self._device)
-        self._drop_set_alone(fragment)
         if self._norms.pop(fragment, None) is not None and fragment not in self._on_host:
             # It was sent as complete.
             self._lane.wait()
@@ -266,17 +258,11 @@ class Gradients:
         if self._adder is not None:
             self._adder.let_go()
 
-    def _drop_set_alone(self, fragment: Fragment) -> None:
-        """A gradient is there: what was set before the first one since the last step is dropped."""
-        if fragment in self._set_alone:
-            self._set_alone.discard(fragment)
-            self._norms.pop(fragment, None)
-
     def _arriving(self, fragment: Fragment) -> None:
         """A gradient is on its way, in the place of what a program has set."""
         self._written.add(fragment)
         self._unscaled.add(fragment)
-        self._set.discard(fragment)
+        self._set.pop(fragment, None)
         self._values_set.pop(fragment, None)
 
     def _grad(self, fragment: Fragment) -> torch.Tensor:
@@ -287,10 +273,12 @@ class Gradients:
         return self._values_set.get(fragment, self._grad(fragment))
 
     def gradient(self, fragment: Fragment) -> torch.Tensor:
-        """The gradient of a fragment, in the master's dtype: a copy, in host memory.
+        """The gradient of a fragment, in the master's dtype: a copy, where that is.
 
         After a step, until the next gradient arrives: as it was stepped, unscaled and clipped.
         """
+        if fragment.group in self._share:
+            return self._share.gradient(fragment)
         self.arrive()
         grad = self._held(fragment).to(self._master_dtypes[fragment.group], copy=True)
         return grad if fragment in self._unscaled else grad.mul_(self._last_grad_scale)
@@ -308,10 +296,13 @@ class Gradients:
             value: flat, as many elements, on any device.
             is_norm_kept: whether the norm remains that of the gradient that was there.
         """
+        if fragment.group in self._share:
+            self._share.set_gradient(fragment, value)
+            return
         self.arrive()
         self._end_last_step()
         dtype = self._master_dtypes[fragment.group]
-        self._set.add(fragment)
+        self._set.setdefault(fragment, None)
         self._written.add(fragment)
         self._unscaled.add(fragment)
         is_on_host = fragment in self._on_host
@@ -328,10 +319,8 @@ class Gradients:
         else:
             target = value.detach().to("cpu", dtype, copy=True)
             self._values_set[fragment] = target
-        if fragment not in self._norms:
-            self._set_alone.add(fragment)
         if not is_norm_kept:
-            self._norms[fragment] = [norm_of(target).to(self._device)]
+            self._set[fragment] = norm_of(target).to(self._device)
 
     def norm(self, add_up: Callable[[torch.Tensor], float]) -> float:
         """The norm of all gradients since the last step; not finite if one of them is not.
@@ -345,34 +334,29 @@ class Gradients:
         """
         for fragment in list(self._sums):
             self.send(fragment)
-        squares = torch.zeros((), dtype=torch.float64, device=self._device)
-        if self._norms:
-            if self._adder is not None and self._device.type == "cuda":
-                self._adder.norms_to(torch.cuda.current_stream(self._device))
-            norms = list(itertools.chain.from_iterable(self._norms.values()))
-            squares = torch.stack(norms).double().square().sum()
+        if self._adder is not None and self._device.type == "cuda":
+            self._adder.norms_to(torch.cuda.current_stream(self._device))
+        norms = {
+            **self._norms,
+            **{fragment: [norm] for fragment, norm in self._set.items() if norm is not None},
+        }
+        squares = squares_of(itertools.chain.from_iterable(norms.values()), self._device)
         # Sums that got nothing in the last backward.
-        if incomplete := self._on_host - self._norms.keys():
-            squares = squares + self._host_squares(incomplete)
-        total = add_up(squares.to(NORM_DTYPE))
+        if incomplete := self._on_host - norms.keys():
+            squares = squares + self._wide_squares(incomplete)
+        found = norms.keys() | self._on_host
+        norm = norm_over_ranks(squares, lambda: self._wide_squares(found), add_up)
         # Behind it: both come down on the same way. What cannot be launched now still waits, and
         # raises in `order`, within which the other ranks are told.
         with contextlib.suppress(OSError, RuntimeError):
             self._lane.launch()
-        if not math.isfinite(total):
-            exact = self._exact_squares()
-            total = add_up(torch.tensor(exact, dtype=WIDE_NORM_DTYPE, device=self._device))
-        return math.sqrt(total) if math.isfinite(total) else math.inf
+        return norm
 
-    def _exact_squares(self) -> float:
-        """The sum of squares of all gradients, from host memory; infinite if one is not finite."""
-        return self._host_squares(self._norms.keys() | self._on_host)
-
-    def _host_squares(self, fragments: Iterable[Fragment]) -> float:
+    def _wide_squares(self, fragments: Iterable[Fragment]) -> torch.Tensor:
+        """As `wide_squares`, of gradients in host memory."""
         self.arrive()
         # In the order of memory: one order of summation.
-        stats = _core.grad_stats([view(self._held(fragment)) for fragment in sorted(fragments)])
-        return stats.sq_norm if stats.finite else math.inf
+        return wide_squares([self._held(each) for each in sorted(fragments)], self._device)
 
     def arrive(self) -> None:
         """Waits until all gradients that were sent or added on the host are in `grads`."""
@@ -391,7 +375,8 @@ class Gradients:
             self._adder.finish()
 
     def drop_sums(self) -> None:
-        """Forgets all gradients that are not complete."""
+        """Forgets all gradients that are not complete, and all of the share."""
+        self._share.drop()
         if self._on_host:
             # What is still being added would be written over the next gradient.
             self.arrive()
@@ -408,7 +393,6 @@ class Gradients:
         self._on_host.clear()
         self._norms.clear()
         self._set.clear()
-        self._set_alone.clear()
 
     def complete(self, core: _core.OffloadEngine) -> None:
         """The next step of `core` takes what there is, behind all copies and additions.
@@ -419,7 +403,7 @@ class Gradients:
             ValueError: there is not as much memory as gradients that were set take.
             OSError: a copy has failed.
         """
-        current = self._norms.keys() | self._on_host | self._set
+        current = self._norms.keys() | self._on_host | self._set.keys()
         for fragment in self._written - current:
             self._grad(fragment).zero_()
             self._values_set.pop(fragment, None)
@@ -435,10 +419,6 @@ class Gradients:
     def of(self, run: Run) -> torch.Tensor:
         """The gradient of a partition that the coming step takes, in host memory."""
         return self._widened.get(run.group, self.grads[run.group])
-
-    def known(self) -> dict[Run, torch.Tensor]:
-        """None is on the device."""
-        return {}
 
     def _widen(self) -> None:
         """Partitions of which gradients were set have theirs in the master's dtype."""
@@ -470,7 +450,7 @@ class Gradients:
         Args:
             grad_scale: what it has scaled them by.
         """
-        for held in (self._norms, self._on_host, self._set, self._set_alone, self._unscaled):
+        for held in (self._norms, self._on_host, self._set, self._unscaled):
             held.clear()
         self._last_grad_scale = grad_scale
 
@@ -492,3 +472,10 @@ class Gradients:
         wait = self._waits_for_last_step()
         if wait is not None:
             wait()
+
+
+def _flat(piece: torch.Tensor, numel: int) -> torch.Tensor:
+    """A piece, flat, with zeros behind it to so many elements."""
+    flat = piece.detach().reshape(-1)
+    padding = numel - flat.numel()
+    return torch.nn.functional.pad(flat, (0, padding)) if padding else flat

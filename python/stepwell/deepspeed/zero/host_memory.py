@@ -2,14 +2,19 @@
 
 Of each partition there is a master, a twin of the weights where the master has another dtype, and,
 unless updates are deferred, a gradient. All of it is announced before any is taken.
+
+DeepSpeed copies weights that it offloads from the device to memory of `torch.empty`, whose pages
+the copy then touches for the first time, one by one: 1.4 s for 2.5 GB. A `_core.Buffer` is touched
+by all cores at once (`TouchedMemory`).
 """
 
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from stepwell import _core
 from stepwell._budget import GIB, announce
@@ -17,16 +22,19 @@ from stepwell._tensors import tensor_on
 from stepwell.store.deferred import memory_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from stepwell.deepspeed.zero.partition import Partition
     from stepwell.deepspeed.zero.swapped import SwappedPartitions
     from stepwell.store.deferred import Deferred, Extents
     from stepwell.store.engine import Engine
 
-__all__ = ["HostMemory", "announced", "bytes_beside_state"]
+__all__ = ["HostMemory", "TouchedMemory", "announced", "bytes_beside_state"]
 
 _LOGGER = logging.getLogger(__name__)
+
+_TOUCHED_NBYTES_MIN = 1 << 20
+"""Of a tensor that is worth a job of the pool."""
 
 
 class HostMemory:
@@ -152,3 +160,29 @@ def announced(
         waiting=waiting,
     )
     return claim, None if host_bytes_max is None else host_bytes_max - state - crossing
+
+
+class TouchedMemory(TorchFunctionMode):
+    """While it is entered `torch.empty` gives large tensors on the CPU memory of a `Buffer`."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """As torch's, but for `torch.empty(numel, dtype=, device="cpu")` of 1 MiB or more."""
+        kwargs = kwargs or {}
+        if (
+            func is torch.empty
+            and len(args) == 1
+            and isinstance(args[0], int)
+            and kwargs.keys() == {"dtype", "device"}
+            and kwargs["device"] == "cpu"
+        ):
+            (numel,), dtype = args, kwargs["dtype"]
+            nbytes = numel * dtype.itemsize
+            if nbytes >= _TOUCHED_NBYTES_MIN:
+                return tensor_on(_core.Buffer(nbytes)).view(dtype)
+        return func(*args, **kwargs)

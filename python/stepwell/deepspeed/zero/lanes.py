@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 import torch
 
 from stepwell._tensors import view
-from stepwell.deepspeed.zero.adjacent import are_adjacent, joined
-from stepwell.deepspeed.zero.fragment import Fragment
+from stepwell.deepspeed.zero.partition import Fragment
 from stepwell.store.reads import Reads
 
 if TYPE_CHECKING:
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
     from stepwell import _core
 
-__all__ = ["CudaLane", "EngineLane", "Lane", "ThreadLane"]
+__all__ = ["Copy", "CudaLane", "EngineLane", "Lane", "ThreadLane"]
 
 BATCH_BYTES = 64 << 20
 """Of gradients that a `CudaLane` copies at once: a millisecond of the bus, and device memory that
@@ -31,33 +30,50 @@ is held until then. The step begins with the first batch that it needs."""
 _UNDER_WAY_BYTES_MAX = 256 << 20
 
 
-class _Copy(NamedTuple):
-    """A gradient on its way."""
+class Copy(NamedTuple):
+    """A gradient on its way, or several that lie side by side, here and in their partition."""
 
     piece: torch.Tensor
     target: torch.Tensor
     fragment: Fragment
 
 
-def _joined(first: _Copy, second: _Copy) -> _Copy | None:
-    """One copy for both; None: they do not lie side by side, here and there."""
-    (group, begin, numel), (other_group, other_begin, other_numel) = first.fragment, second.fragment
-    if (
-        (group, begin + numel) != (other_group, other_begin)
-        or not are_adjacent(first.piece, second.piece)
-        or not are_adjacent(first.target, second.target)
-    ):
-        return None
-    return _Copy(
-        joined([first.piece, second.piece]),
-        joined([first.target, second.target]),
-        Fragment(group, begin, numel + other_numel),
+def _joined(copies: Sequence[Copy]) -> Iterator[Copy]:
+    """The same copies in their order, neighbours as one: a call for each is slow."""
+    first = 0
+    for end in range(1, len(copies) + 1):
+        if end == len(copies) or not _are_adjacent(copies[end - 1], copies[end]):
+            yield _as_one(copies[first:end])
+            first = end
+
+
+def _are_adjacent(first: Copy, second: Copy) -> bool:
+    """Whether the second begins where the first ends: in its partition, and on the device."""
+    (piece, _, (group, begin, numel)), (other, _, fragment) = first, second
+    return (
+        (group, begin + numel) == (fragment.group, fragment.begin)
+        and piece.dtype == other.dtype
+        and int(piece.storage_offset()) + piece.numel() == int(other.storage_offset())
+        and piece.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
     )
 
 
-def _batches(copies: Iterable[_Copy]) -> Iterator[list[_Copy]]:
+def _as_one(copies: Sequence[Copy]) -> Copy:
+    first = copies[0]
+    if len(copies) == 1:
+        return first
+    group, begin, _ = first.fragment
+    numel = sum(each.fragment.numel for each in copies)
+    piece, target = (
+        each.as_strided((numel,), (1,), each.storage_offset())
+        for each in (first.piece, first.target)
+    )
+    return Copy(piece, target, Fragment(group, begin, numel))
+
+
+def _batches(copies: Iterable[Copy]) -> Iterator[list[Copy]]:
     """Copies of no more than `BATCH_BYTES`, in their order. Larger ones come in parts."""
-    batch: list[_Copy] = []
+    batch: list[Copy] = []
     room = BATCH_BYTES
     for piece, target, (group, begin, numel) in copies:
         done = 0
@@ -67,7 +83,7 @@ def _batches(copies: Iterable[_Copy]) -> Iterator[list[_Copy]]:
                 batch, room = [], BATCH_BYTES
             count = min(numel - done, room // piece.itemsize)
             batch.append(
-                _Copy(
+                Copy(
                     piece.narrow(0, done, count),
                     target.narrow(0, done, count),
                     Fragment(group, begin + done, count),
@@ -82,12 +98,12 @@ def _batches(copies: Iterable[_Copy]) -> Iterator[list[_Copy]]:
 class CudaLane:
     """Copies to pinned memory, in batches, on a stream of torch's.
 
-    On such a stream torch's allocator knows when the memory of a gradient is free again. In batches
-    the thread of autograd, which is late with its launches, changes streams once for many copies.
-    The engine is told of each batch, so that a step begins with the gradients that are there.
+    In batches the thread of autograd, which is late with its launches, changes streams once for
+    many copies. The engine is told of each batch, so that a step begins with the gradients that are
+    there.
 
-    The latest gradient waits for the next one, or for `launch`. The last of a backward, which is
-    often the largest, so does not hold up the norm: that comes down behind what is on its way.
+    The latest gradients wait for the next ones, or for `launch`. The last of a backward, which are
+    often the largest, so do not hold up the norm: that comes down behind what is on its way.
     """
 
     def __init__(self, device: torch.device, engine: _core.OffloadEngine) -> None:
@@ -96,25 +112,21 @@ class CudaLane:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._reads = Reads()
         # What is copied next, all of it made on one stream.
-        self._waiting: list[_Copy] = []
+        self._waiting: list[Copy] = []
         self._waiting_nbytes = 0
         self._made_on: torch.cuda.Stream | None = None
         # Backwards copy on autograd's thread, steps launch on others.
         self._lock = threading.RLock()
 
-    def copy(self, piece: torch.Tensor, target: torch.Tensor, fragment: Fragment) -> None:
-        """Copies `piece` to `target`, in the background. Nothing writes to `piece` any more."""
+    def copy(self, copies: Sequence[Copy]) -> None:
+        """Makes copies in the background. Nothing writes to what is copied any more."""
         made_on = torch.cuda.current_stream(self._device)
         with self._lock:
             if self._waiting_nbytes >= BATCH_BYTES or made_on != self._made_on:
                 self.launch()
             self._made_on = made_on
-            copy = _Copy(piece, target, fragment)
-            if self._waiting and (both := _joined(self._waiting[-1], copy)) is not None:
-                self._waiting[-1] = both
-            else:
-                self._waiting.append(copy)
-            self._waiting_nbytes += piece.nbytes
+            self._waiting += copies
+            self._waiting_nbytes += sum(each.piece.nbytes for each in copies)
 
     def launch(self) -> None:
         """Copies what waits for its batch."""
@@ -124,18 +136,18 @@ class CudaLane:
             assert self._made_on is not None
             self._reads.let_go()
             self._stream.wait_stream(self._made_on)
-            for batch in _batches(self._waiting):
+            for batch in _batches(_joined(self._waiting)):
                 self._launch(batch)
             # Not before: after Ctrl-C they are copied once more.
             self._waiting, self._waiting_nbytes = [], 0
 
     @torch.no_grad()
-    def _launch(self, batch: Sequence[_Copy]) -> None:
+    def _launch(self, batch: Sequence[Copy]) -> None:
         with torch.cuda.stream(self._stream):
             for piece, target, _ in batch:
-                piece.record_stream(self._stream)
                 target.copy_(piece, non_blocking=True)
         copied = self._stream.record_event()
+        # Held, not recorded on the stream: none is freed, nor written by autograd, before.
         for piece, _, _ in batch:
             self._reads.hold(piece, copied)
         parts = [fragment for _, _, fragment in batch]
@@ -191,8 +203,8 @@ class ThreadLane:
     def launch(self) -> None:
         """Nothing waits for a batch."""
 
-    def copy(self, piece: torch.Tensor, target: torch.Tensor, fragment: Fragment) -> None:
-        """Copies `piece` to `target`, in the background.
+    def copy(self, copies: Sequence[Copy]) -> None:
+        """Makes copies in the background.
 
         Raises:
             RuntimeError: an earlier copy has failed.
@@ -201,14 +213,15 @@ class ThreadLane:
         self._check_process()
         made = torch.cuda.current_stream(self._device).record_event()
         with self._lock:
-            self._bound(_UNDER_WAY_BYTES_MAX)
-            try:
-                copied = self._thread.submit(self._copy, piece, target, made)
-                self._copies.append((copied, piece.nbytes))
-            except BaseException:
-                # After Ctrl-C between the two no other wait would see the copy.
-                self._thread.submit(lambda: None).result()
-                raise
+            for piece, target, _ in copies:
+                self._bound(_UNDER_WAY_BYTES_MAX)
+                try:
+                    copied = self._thread.submit(self._copy, piece, target, made)
+                    self._copies.append((copied, piece.nbytes))
+                except BaseException:
+                    # After Ctrl-C between the two no other wait would see the copy.
+                    self._thread.submit(lambda: None).result()
+                    raise
 
     @torch.no_grad()  # As its caller has it, which is on another thread.
     def _copy(self, piece: torch.Tensor, target: torch.Tensor, made: torch.cuda.Event) -> None:
@@ -272,15 +285,16 @@ class EngineLane:
     def __init__(self, engine: _core.OffloadEngine) -> None:
         self._engine = engine
 
-    def copy(self, piece: torch.Tensor, target: torch.Tensor, fragment: Fragment) -> None:
-        """Copies `piece` to `target`, in the background."""
-        self._engine.take_part(
-            [piece.data_ptr()],
-            [view(target)],
-            source_owners=[piece.untyped_storage()],
-            target_owners=[target.untyped_storage()],
-            stream=0,
-        )
+    def copy(self, copies: Sequence[Copy]) -> None:
+        """Makes copies in the background."""
+        for piece, target, _ in copies:
+            self._engine.take_part(
+                [piece.data_ptr()],
+                [view(target)],
+                source_owners=[piece.untyped_storage()],
+                target_owners=[target.untyped_storage()],
+                stream=0,
+            )
 
     def launch(self) -> None:
         """Nothing waits for a batch."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from stepwell.deepspeed.state.home import RamHome
-from stepwell.deepspeed.zero.partition_work import PartitionWork
+from stepwell.deepspeed.state.home import Home
 from stepwell.deepspeed.zero.swapped import commit_last_step, swapped_on
 
 if TYPE_CHECKING:
@@ -68,11 +67,10 @@ class Offloaded:
             threads=self._plan.options.threads,
         )
 
-    def _homes(self, masters: Sequence[torch.Tensor]) -> list[RamHome]:
+    def _homes(self, masters: Sequence[torch.Tensor]) -> list[Home]:
         """Homes of the partitions, which were made."""
         self._operands.forget_unused_volume()
-        swapped = self._operands.swapped
         return [
-            RamHome(self.optimizer, master, PartitionWork(self._partitions, group, swapped))
+            Home(self.optimizer, master, self._partitions, group)
             for group, master in enumerate(masters)
         ]

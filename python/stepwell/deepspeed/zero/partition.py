@@ -1,4 +1,7 @@
-"""A flat partition: what this rank steps of one group. Imports no DeepSpeed."""
+"""A flat partition, what this rank steps of one group, and where parameters lie in it.
+
+Imports no DeepSpeed.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,18 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["Partition", "without_data"]
+__all__ = ["Fragment", "Partition", "without_data"]
+
+
+class Fragment(NamedTuple):
+    """The part of a parameter that lies in this rank's partition of its group."""
+
+    group: int
+    """Number of the group."""
+    begin: int
+    """First element, within the partition."""
+    numel: int
+    """How many."""
 
 
 class Partition(NamedTuple):

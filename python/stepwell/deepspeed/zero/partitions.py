@@ -5,9 +5,7 @@ device. In host memory it has a master, a gradient and, where the master has ano
 of the weights. Bytes per parameter for a 16-bit model with fp32 master and moments: 4 + 2 + 2, and
 8 for the moments, which the caller holds. All of it is announced before any is taken.
 
-- A partition is one span of the engine. Where updates are deferred its spans are *runs*: what lies
-  in it of one parameter, so that channels of that can be selected. Where the partition cuts a row,
-  that part of it is a run of its own. Masters and moments stay flat: a run is a view of them. The
+- A partition is one span of the engine, or several where updates are deferred (`zero.spans`). The
   gradients are in the engine's memory then: 7 bytes per parameter with `interval=4`, and .5 for
   weights that run ahead.
 - The weights may also be in host memory, whence the caller uploads them by itself. Then they are
@@ -18,7 +16,6 @@ of the weights. Bytes per parameter for a 16-bit model with fp32 master and mome
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import time
 import weakref
@@ -27,47 +24,33 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from stepwell import _core, _state
+from stepwell import _core
 from stepwell._streams import current_stream
-from stepwell._tensors import name_of, view
 from stepwell.access.guard import Uploads, exposed
-from stepwell.access.under_way import without_waiting
 from stepwell.access.writes import ThreadWait, Writes
-from stepwell.deepspeed.zero.fragment import Fragment
 from stepwell.deepspeed.zero.gradients import Gradients
 from stepwell.deepspeed.zero.host_memory import HostMemory, announced, bytes_beside_state
 from stepwell.deepspeed.zero.lanes import CudaLane, EngineLane, Lane, ThreadLane
-from stepwell.deepspeed.zero.runs import Run, RunGradients, runs_of
+from stepwell.deepspeed.zero.partition import Fragment
+from stepwell.deepspeed.zero.pending import Deferral, Pending
+from stepwell.deepspeed.zero.run_gradients import RunGradients
+from stepwell.deepspeed.zero.spans import Spans
 from stepwell.ranks.gathering import Gatherer
-from stepwell.store.deferred import Extents
 from stepwell.store.engine import Engine, Submitted, Window
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
+    from stepwell.deepspeed.zero.device_share import DeviceShare
     from stepwell.deepspeed.zero.operands import Operand
     from stepwell.deepspeed.zero.partition import Partition
-    from stepwell.deepspeed.zero.runs import Source
     from stepwell.deepspeed.zero.swapped import SwappedPartitions
     from stepwell.ranks.peers import Peers
-    from stepwell.store.deferred import Deferred
     from stepwell.store.selection import Selected
 
-__all__ = ["Deferral", "Partitions", "Prepared"]
+__all__ = ["Partitions", "Prepared"]
 
 _LOGGER = logging.getLogger(__name__)
-
-
-class Deferral(NamedTuple):
-    """How updates of partitions are deferred."""
-
-    options: Deferred
-    sources: Mapping[Fragment, Source]
-    """All fragments, in the order of the forward."""
-    weights: Callable[[], Sequence[torch.Tensor]] | None = None
-    """Gives the weights of all partitions, of which other ranks have the same. Those that ranks
-    hold on the device are equal at any time: what is applied past a step follows with the next one,
-    or with `upload`. None: no other rank has them."""
 
 
 class Prepared(NamedTuple):
@@ -78,26 +61,6 @@ class Prepared(NamedTuple):
     """What keeps its memory alive."""
     coming: Submitted
     """What is known of it once it has begun."""
-
-
-class _Held(NamedTuple):
-    """A partition in a step."""
-
-    memory: dict[str, torch.Tensor]
-    """What is stepped in host memory, but for the gradient, by the core's names."""
-    where: tuple[object, ...]
-    """Of it."""
-    key: int
-    """Of its stochastic rounding."""
-    weight: int
-    """The address of its weights on the device: a view would be another holder of their memory
-    (`flat_gate`). 0: they stay in host memory."""
-    itemsize: int
-    """Of these."""
-
-    def target(self, run: Run) -> int:
-        """Where the new weights of a run go on the device; 0: nowhere."""
-        return self.weight + run.begin * self.itemsize if self.weight else 0
 
 
 class Partitions(Uploads):
@@ -124,6 +87,7 @@ class Partitions(Uploads):
             not depend on it, and sums that are not pinned take longer.
         swapped: makes a volume for state that does not fit into host memory; None: all is there.
         deferral: which updates are deferred; None: none is.
+        share: has the gradients of partitions that are stepped on the device; None: none is.
 
     Raises:
         OSError: the device, the memory or the volume cannot be had.
@@ -144,6 +108,7 @@ class Partitions(Uploads):
         accumulation_steps: int = 1,
         swapped: SwappedPartitions | None = None,
         deferral: Deferral | None = None,
+        share: DeviceShare | None = None,
     ) -> None:
         self.device = device
         if swapped is not None:
@@ -151,37 +116,23 @@ class Partitions(Uploads):
             limit = None if host_bytes_max is None else max(host_bytes_max - beside, 0)
             swapped.open(partitions, limit, beside=beside, finish=self.finish)
             swapped = None if swapped.volume.core is None else swapped
-        self._swapped, self._deferral = swapped, deferral
-        # Where updates are deferred, by fragment.
-        runs = {} if deferral is None else _runs(deferral.sources)
-        self._runs = list(itertools.chain.from_iterable(runs.values()))
-        if deferral is None:
-            sizes = [partition.weight.numel() for partition in partitions]
-            self._runs = [Run(group, 0, numel, 0) for group, numel in enumerate(sizes)]
-        numbers = {run: span for span, run in enumerate(self._runs)}
-        self._of_fragment = {
-            fragment: [Window(numbers[run], 0, run.numel) for run in each]
-            for fragment, each in runs.items()
-        }
-        dtypes = [partition.weight.dtype for partition in partitions]
-        extents = Extents(
-            [run.numel for run in self._runs],
-            [name_of(dtypes[run.group]) for run in self._runs],
-            [run.row_len for run in self._runs],
-        )
+        self._swapped = swapped
+        self.order = list(range(len(partitions))) if order is None else list(order)
+        """The partitions, as they are stepped."""
+        sources = None if deferral is None else deferral.sources
+        self._spans = Spans(partitions, sources, self.order)
+        extents = self._spans.extents
         # Moments are taken later.
         deferred = None if deferral is None else deferral.options
         self.claim, host_bytes_left = announced(
             partitions, host_bytes_max, swapped, deferred, extents
         )
-        # What stands for each span.
-        self._spans = [torch.empty(0, device="cpu") for _ in self._runs]
         waiting = {} if fragments is None else fragments
         self.engine = Engine(
             device,
-            self._spans,
+            self._spans.tensors,
             extents,
-            windows={param: self._windows([each]) for param, each in waiting.items()},
+            windows={param: self._spans.windows([each]) for param, each in waiting.items()},
             threads=threads,
             deferred=deferred,
             tier=None if swapped is None else swapped.volume.tier(range(len(partitions))),
@@ -191,8 +142,14 @@ class Partitions(Uploads):
         # What is deferred is pinned in any case.
         is_pinned = deferral is not None or (is_pinned and swapped is None)
         self.gradients: Gradients | RunGradients
+        self.pending: Pending | None = None
+        """What is deferred; None: nothing ever is."""
         if deferral is not None:
-            self.gradients = RunGradients(self.engine.core, runs, dtypes, device)
+            dtypes = [partition.weight.dtype for partition in partitions]
+            of_fragment = self._spans.of_fragment
+            gradients = RunGradients(self.engine.core, of_fragment, dtypes, device)
+            self.pending = Pending(self.engine, self._spans, gradients, deferral.weights)
+            self.gradients = gradients
         else:
             pins_grads = is_pinned or pins_sums
             self.gradients = Gradients(
@@ -206,10 +163,10 @@ class Partitions(Uploads):
                 is_summed_on_host=adds_on_host,
                 host_bytes_left=host_bytes_left,
                 end_last_step=self._end_last_step,
+                share=share,
             )
         # The engine unpins what is added to.
         self._finalizer = weakref.finalize(self, _drain, self.gradients)
-        self._is_offloaded = [partition.is_offloaded for partition in partitions]
         self.twins: list[torch.Tensor | None] = [
             memory.move(group, partition, is_pinned=is_pinned)
             for group, partition in enumerate(partitions)
@@ -220,17 +177,6 @@ class Partitions(Uploads):
         # Offloaded weights with the masters that they are copies of, and the step that was copied.
         self._copies = memory.copies
         self._copied: Submitted | None = None
-        self._spans_of: list[list[int]] = [[] for _ in partitions]
-        for span, run in enumerate(self._runs):
-            self._spans_of[run.group].append(span)
-        self.order = list(range(len(partitions))) if order is None else list(order)
-        """The partitions, as they are stepped."""
-        spans = itertools.chain.from_iterable(self._spans_of[group] for group in self.order)
-        self._places = [0] * len(self._runs)
-        for place, span in enumerate(spans):
-            self._places[span] = place
-        # Tensors of the core, by span, with where their memory is.
-        self._tensors: dict[int, tuple[object, _core.AdamTensor]] = {}
         self._bytes_downloaded = 0
         self._seconds_behind_last = 0.0
         self._writes: Writes[Sequence[Fragment]] = Writes(
@@ -240,8 +186,6 @@ class Partitions(Uploads):
         self._thread_wait = ThreadWait(device)
         # The last step of which all copies have ended.
         self._drained: Submitted | None = None
-        # Of several ranks the last step that was applied past the weights on the device.
-        self._applied_past: Submitted | None = None
         self.are_weights_read_elsewhere = False
         """Whether weights on the device are read on streams that come after no other."""
         # Of several ranks.
@@ -256,12 +200,6 @@ class Partitions(Uploads):
     def pin(self, buffer: _core.Buffer) -> None:
         """Pins the memory of weights that are offloaded, as long as this object can step."""
         self.engine.pin([(buffer, 0, buffer.nbytes)])
-
-    def _windows(self, fragments: Iterable[Fragment]) -> list[Window]:
-        """The elements of spans that fragments have."""
-        if self._deferral is None:
-            return [Window(group, begin, begin + numel) for group, begin, numel in fragments]
-        return [window for each in fragments for window in self._of_fragment.get(each, ())]
 
     def arrive(self) -> None:
         """Waits until all gradients that were sent or added on the host are there."""
@@ -278,6 +216,34 @@ class Partitions(Uploads):
     def let_go(self) -> None:
         """A forward or backward begins: what was copied in the last one is freed on the device."""
         self.gradients.let_go()
+
+    # ---- what a home of DeepSpeed's state (`deepspeed.state.home`) reads of one partition ----
+
+    def gradient(self, group: int, begin: int, numel: int) -> torch.Tensor:
+        """As `Gradients.gradient`."""
+        return self.gradients.gradient(Fragment(group, begin, numel))
+
+    def set_gradient(self, group: int, begin: int, value: torch.Tensor) -> None:
+        """As `Gradients.set_gradient`. As DeepSpeed has it, the norm remains what it was."""
+        fragment = Fragment(group, begin, value.numel())
+        self.gradients.set_gradient(fragment, value, is_norm_kept=True)
+
+    def is_swapped(self, group: int) -> bool:
+        """Whether the state of a partition is on a volume."""
+        return self._swapped is not None and group in self._swapped.leases
+
+    def pieces(self, group: int, runs: Sequence[tuple[int, int]]) -> list[torch.Tensor] | None:
+        """Pieces of a master that are good after every step; None: any view of it is.
+
+        Those that were given out before are used no more.
+
+        Args:
+            group: the number of its partition.
+            runs: first element and number of elements of each.
+        """
+        if self._swapped is None or not self._swapped.has_master(group):
+            return None
+        return self._swapped.leases[group].pieces(runs)
 
     # ---- the step ----
 
@@ -303,26 +269,6 @@ class Partitions(Uploads):
         if self._writes:
             self.finish()
         return True
-
-    def score(self, *, is_deferred: bool, is_selected: bool) -> None:
-        """Scores channels of which some may be selected; the norm that comes next is waited for.
-
-        Args:
-            is_deferred: whether the coming step is.
-            is_selected: whether an exact step is to select.
-        """
-        selector = self.engine.selector
-        if selector is None:
-            return
-        spans: list[torch.Tensor] = []
-        grads: list[torch.Tensor] = []
-        if is_deferred or is_selected:
-            found = self.gradients.known()
-            for span, run in zip(self._spans, self._runs, strict=True):
-                if run in found:
-                    spans.append(span)
-                    grads.append(found[run])
-        selector.score(spans, grads, self.engine.next_group() if is_deferred else None)
 
     def end_last_step(self) -> None:
         """A step comes: waits until the last one is complete. `prepare` comes next.
@@ -354,65 +300,11 @@ class Partitions(Uploads):
             OSError: the device or a copy of a gradient has failed.
         """
         self.gradients.complete(self.engine.core)
-        store, groups = self.engine.store, [self._spans_of[group] for group in operands]
-        stepped = list(itertools.chain.from_iterable(groups))
-        grads = [self.gradients.of(self._runs[span]) for span in stepped]
-        store.look(
-            [[self._spans[span] for span in group] for group in groups], None, (), grads=grads
-        )
-        # State that is away stays there.
-        with without_waiting():
-            held = {
-                group: self._held(each, group, weights[group]) for group, each in operands.items()
-            }
-            for position, (span, grad) in enumerate(zip(stepped, grads, strict=True)):
-                run = self._runs[span]
-                store.bind(
-                    position,
-                    self._tensor(span, held[run.group], grad),
-                    grad,
-                    state=operands[run.group].state,
-                    parts=[],
-                    target=held[run.group].target(run),
-                    is_kept=False,
-                )
-            memory = [each.memory for each in operands.values()]
+        self._spans.bind(self.engine.store, operands, self.gradients, weights, self.twins)
+        memory = [each.memory for each in operands.values()]
         owners = [memory, list(weights), list(self.twins), *self.gradients.owners]
-        coming = Submitted(current_stream(self.device), verified=self._spans)
+        coming = Submitted(current_stream(self.device), verified=self._spans.tensors)
         return Prepared(operands, owners, self.engine.announce(coming))
-
-    def _held(self, operand: Operand, group: int, weight: torch.Tensor) -> _Held:
-        """A partition in the step that comes."""
-        memory = {"param": operand.master.detach(), **operand.runs}
-        if (twin := self.twins[group]) is not None:
-            memory["weight_out"] = twin
-        where = (operand.key, *((each.data_ptr(), each.dtype) for each in memory.values()))
-        first = 0 if self._is_offloaded[group] else weight.data_ptr()
-        return _Held(memory, where, operand.key, first, weight.itemsize)
-
-    def _tensor(self, span: int, held: _Held, grad: torch.Tensor) -> _core.AdamTensor | None:
-        """A span as the core takes it; None: it is empty. Where it is seldom changes."""
-        run, is_whole = self._runs[span], self._deferral is None
-        if run.numel == 0:
-            return None
-        where = (grad.data_ptr(), held.where) if is_whole else (0, held.where)
-        known = self._tensors.get(span)
-        if known is None or known[0] != where:
-            parts = {
-                # Moments are not coded, of which there are no parts.
-                name: each if is_whole else each.narrow(0, run.begin, run.numel)
-                for name, each in held.memory.items()
-            }
-            twin = parts.pop("weight_out", None)
-            tensor = _state.adam_tensor(
-                parts.pop("param"),
-                parts,
-                grad=view(grad) if is_whole else None,
-                weight_out=None if twin is None else view(twin),
-                key=held.key,
-            )
-            known = self._tensors[span] = where, tensor
-        return known[1]
 
     def submit(
         self,
@@ -435,9 +327,10 @@ class Partitions(Uploads):
             OSError: the device has failed.
         """
         operands, owners, coming = prepared
-        spans = None if at_once is None else {window.span for window in self._windows(at_once)}
         selected: list[Selected] = []
-        now = None if spans is None else {self._spans[span] for span in spans}
+        now: set[torch.Tensor] | None = None
+        if at_once is not None:
+            now = {self._spans.tensors[each.span] for each in self._spans.windows(at_once)}
         selector = self.engine.selector
         if selector is not None:
             selected = selector.choose(now)
@@ -455,7 +348,7 @@ class Partitions(Uploads):
                 selected=selected,
                 num_settled=self.engine.store.num_settled,
                 owners=owners,
-                order=self._places,
+                order=self._spans.places,
                 begun=begun,
             )
         self.gradients.note_step(grad_scale)
@@ -530,14 +423,16 @@ class Partitions(Uploads):
     def wait_for(self, fragments: Iterable[Fragment]) -> bool:
         """As `wait`, of fragments."""
         self.gradients.let_go()
-        return self.engine.wait_for(self._windows(fragments))
+        return self.engine.wait_for(self._spans.windows(fragments))
 
     def wait_for_all(self) -> None:
         """The current stream and the step's stream wait for all weights that come with the step.
 
         What of it goes on in host memory is not waited for.
         """
-        self.engine.wait_for([Window(span, 0, run.numel) for span, run in enumerate(self._runs)])
+        self.engine.wait_for(
+            [Window(span, 0, run.numel) for span, run in enumerate(self._spans.runs)]
+        )
 
     def _end_last_step(self) -> None:
         if self.engine.busy:
@@ -574,28 +469,9 @@ class Partitions(Uploads):
             self._copied = last
 
     def settle(self) -> None:
-        """Applies all that is deferred. Does nothing in a step, and where nothing is.
-
-        Raises:
-            OSError: the step or the device has failed.
-        """
-        if self._deferral is None or not self._finalizer.alive:
-            return
-        weights = self._deferral.weights
-        with self.engine.lock:
-            if weights is None or not self.engine.will_settle:
-                self.engine.settle()
-                return
-            # What lands is there.
-            self.engine.finish()
-            kept = [(weight, weight.clone()) for weight in weights()]
-            try:
-                self.engine.settle()
-            finally:
-                self._applied_past = self.engine.submitted
-                with torch.no_grad():
-                    for weight, before in kept:
-                        weight.copy_(before)
+        """Applies all that is deferred, as `Pending.settle`."""
+        if self.pending is not None and self._finalizer.alive:
+            self.pending.settle()
 
     def complete(self) -> None:
         """Waits as `finish`, with all updates: masters and moments are those of the last step."""
@@ -604,24 +480,7 @@ class Partitions(Uploads):
 
     def has_pending(self) -> bool:
         """Whether updates are deferred that no exact step has followed."""
-        return self._deferral is not None and self.engine.has_pending()
-
-    @property
-    def is_landed(self) -> bool:
-        """Whether the weights on the device lack no update."""
-        submitted = self.engine.submitted
-        return not self.has_pending() and (submitted is None or self._applied_past is not submitted)
-
-    def upload(self, masters: Sequence[torch.Tensor]) -> None:
-        """Of several ranks: this rank's weights on the device are those of the last step."""
-        self.complete()
-        if self.is_landed or self._deferral is None or self._deferral.weights is None:
-            return
-        weights = self._deferral.weights()
-        with torch.no_grad():
-            for weight, twin, master in zip(weights, self.twins, masters, strict=True):
-                weight.copy_(master.detach() if twin is None else twin)
-        self._applied_past = None
+        return self.pending is not None and self.engine.has_pending()
 
     def gather(self, peers: Peers) -> Gatherer:
         """Makes what brings the new weights of this rank to the others, and theirs here.
@@ -644,7 +503,7 @@ class Partitions(Uploads):
         """
         if not self._finalizer.alive:
             return
-        self.complete()
+        self.finish()
         self.drop()
         self.engine.synchronize()
         # Without a step it lasts until now.
@@ -656,6 +515,7 @@ class Partitions(Uploads):
         self.engine.close()
         # With it the volume's files are unlocked.
         del self.engine
+        self.pending = None
         if self._swapped is not None:
             self._swapped.close()
         self.twins.clear()
@@ -669,7 +529,7 @@ class Partitions(Uploads):
         """
         engine = self.engine
         timing: dict[str, float] = {**engine.timing(), "gate": engine.seconds_waited}
-        if self._deferral is None:
+        if self.pending is None:
             timing["bytes_downloaded"] = self._bytes_downloaded
         else:
             timing["background"] = self._seconds_behind_last
@@ -681,10 +541,6 @@ class Partitions(Uploads):
         if self._swapped is not None:
             timing.update(self._swapped.volume.bytes_moved())
         return timing
-
-
-def _runs(sources: Mapping[Fragment, Source]) -> dict[Fragment, list[Run]]:
-    return {fragment: runs_of(fragment, source) for fragment, source in sources.items()}
 
 
 def _drain(gradients: Gradients | RunGradients) -> None:

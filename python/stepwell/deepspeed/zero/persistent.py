@@ -20,7 +20,7 @@ from stepwell.access.guard import Uploads
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from stepwell.deepspeed.zero.fragment import Fragment
+    from stepwell.deepspeed.zero.partition import Fragment
     from stepwell.deepspeed.zero.partitions import Partitions
 
 __all__ = ["PersistentUploads", "Upload"]

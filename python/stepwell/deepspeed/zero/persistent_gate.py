@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from functools import partial
 
-    from stepwell.deepspeed.zero.fragment import Fragment
+    from stepwell.deepspeed.zero.partition import Fragment
     from stepwell.deepspeed.zero.partitions import Partitions
     from stepwell.ranks.gathering import Gatherer
     from stepwell.ranks.peers import Peers

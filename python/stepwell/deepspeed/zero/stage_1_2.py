@@ -38,14 +38,13 @@ from deepspeed.runtime.zero.stage_1_and_2 import (
 
 from stepwell.access.under_way import without_waiting
 from stepwell.deepspeed.release import has_fp32_sums
-from stepwell.deepspeed.state.home import RamHome
+from stepwell.deepspeed.state.home import Home
 from stepwell.deepspeed.zero.backward import Backward
 from stepwell.deepspeed.zero.flat_gate import FlatGate
-from stepwell.deepspeed.zero.fragment import Fragment
 from stepwell.deepspeed.zero.gathers import GatheredWeights
 from stepwell.deepspeed.zero.offloaded import Offloaded
 from stepwell.deepspeed.zero.operands import Operands, global_norm, gradient_scale
-from stepwell.deepspeed.zero.partition import Partition, without_data
+from stepwell.deepspeed.zero.partition import Fragment, Partition, without_data
 from stepwell.deepspeed.zero.partitions import Partitions
 from stepwell.deepspeed.zero.timers import stop_all
 from stepwell.ranks.agreement import Agreement
@@ -78,7 +77,7 @@ class OffloadZeroOptimizer(Offloaded, DeepSpeedZeroOptimizer):  # type: ignore[m
         **kwargs: Any,
     ) -> None:
         self._masters: list[torch.Tensor] = []
-        self.stepwell_homes: list[RamHome] = []
+        self.stepwell_homes: list[Home] = []
         """Of the partitions, by group; none while DeepSpeed's constructor makes them."""
         self._plan = plan
         self._operands = Operands(init_optimizer, dist.get_rank())

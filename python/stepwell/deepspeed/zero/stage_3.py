@@ -13,8 +13,7 @@ module needs is brought to the device. The pass writes them there: 2 bytes per p
 bus and in host memory. It goes on behind the next forward. What it writes (weights, masters,
 moments) waits where it is used, each for its own part (`access.writes`), on any number of ranks.
 
-- Reductions are DeepSpeed's. What one leaves on this rank is cloned at once
-  (`zero.sub_group_gradients`).
+- Reductions are DeepSpeed's. What one leaves on this rank is copied at once (`zero.gradients`).
 - Weights are on the device while modules use them by `zero.fetching`, where that does not fit
   by DeepSpeed's hooks.
 - A gather reads a partition after the thread has waited for it, so its copy to the device begins
@@ -46,17 +45,15 @@ from stepwell._tensors import tensor_on
 from stepwell.deepspeed.options import with_unpinned_weights
 from stepwell.deepspeed.zero.backward import Backward
 from stepwell.deepspeed.zero.device_share import DeviceShare
-from stepwell.deepspeed.zero.fragment import Fragment
 from stepwell.deepspeed.zero.gradients import Gradients
+from stepwell.deepspeed.zero.host_memory import TouchedMemory
 from stepwell.deepspeed.zero.offloaded import Offloaded
 from stepwell.deepspeed.zero.operands import Operands, global_norm, gradient_scale
-from stepwell.deepspeed.zero.partition import Partition, without_data
+from stepwell.deepspeed.zero.partition import Fragment, Partition, without_data
 from stepwell.deepspeed.zero.partitions import Partitions
 from stepwell.deepspeed.zero.persistent_gate import PersistentGate
 from stepwell.deepspeed.zero.prefetch import bound_prefetch, is_little_ahead
-from stepwell.deepspeed.zero.sub_group_gradients import SubGroupGradients
 from stepwell.deepspeed.zero.timers import stop_all
-from stepwell.deepspeed.zero.touched import TouchedMemory
 from stepwell.ranks.agreement import Agreement
 from stepwell.ranks.peers import Peers
 
@@ -255,11 +252,10 @@ class OffloadZeroOptimizerStage3(Offloaded, DeepSpeedZeroOptimizer_Stage3):  # t
             is_pinned=self._plan.is_pinned,
             adds_on_host=options.accumulate == "host",
             accumulation_steps=self.gradient_accumulation_steps,
+            share=self._share,
         )
         assert isinstance(self._partitions.gradients, Gradients)
-        self._gradients = SubGroupGradients(
-            self._partitions.gradients, self._share, self.gradient_accumulation_dtype
-        )
+        self._gradients = self._partitions.gradients
         # DeepSpeed gathers on a stream of its own.
         self._partitions.are_weights_read_elsewhere = not self.offload_param
         for buffer in self._weight_buffers:
@@ -361,7 +357,7 @@ class OffloadZeroOptimizerStage3(Offloaded, DeepSpeedZeroOptimizer_Stage3):  # t
             for param in params_to_release
         ]
         is_last = self.is_gradient_accumulation_boundary()
-        self._gradients.collect(fragments, grad_partitions, is_last=is_last)
+        self._gradients.collect_all(fragments, grad_partitions, is_last=is_last)
         accelerator = get_accelerator()
         stream = None if accelerator.is_synchronized_device() else accelerator.current_stream()
         for param in params_to_release:

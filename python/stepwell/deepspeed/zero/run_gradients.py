@@ -1,8 +1,6 @@
-"""Runs: the spans of ZeRO's partitions whose updates are deferred, and their gradients.
+"""Gradients of ZeRO's partitions whose updates are deferred, by run (`zero.spans`).
 
-A run is what lies of one parameter in this rank's partition, in whole rows, so that its channels
-can be selected. Where the partition cuts a row, that part is a run of its own. Imports no
-DeepSpeed.
+Imports no DeepSpeed.
 
 A gradient is summed on the device, and stays there until its step: selected channels are stepped
 with it. That takes 2 bytes of device memory per parameter of the rank's partitions. When it is
@@ -12,61 +10,21 @@ gradient is stepped with the gradient 0.
 
 from __future__ import annotations
 
-import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
 from stepwell._streams import current_stream
-from stepwell.ranks.agreement import NORM_DTYPE, WIDE_NORM_DTYPE
-from stepwell.store.adder import norm_of
+from stepwell.store.norm import norm_of, norm_over_ranks, squares_of, wide_squares
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from stepwell import _core
-    from stepwell.deepspeed.zero.fragment import Fragment
+    from stepwell.deepspeed.zero.partition import Fragment
+    from stepwell.deepspeed.zero.spans import Run
 
-__all__ = ["Run", "RunGradients", "Source", "runs_of"]
-
-
-class Source(NamedTuple):
-    """Where a fragment lies in its parameter."""
-
-    first: int
-    """Its first element there."""
-    row_len: int
-    """Elements of a row of the parameter; 0: it is no matrix."""
-
-
-class Run(NamedTuple):
-    """A span of the engine."""
-
-    group: int
-    """Number of the group."""
-    begin: int
-    """First element, within the partition."""
-    numel: int
-    """How many."""
-    row_len: int
-    """Elements of a row; 0: it is no matrix."""
-
-
-def runs_of(fragment: Fragment, source: Source) -> list[Run]:
-    """The whole rows of a fragment, and what is cut of a row before and behind them."""
-    group, begin, numel = fragment
-    row_len = source.row_len
-    if not row_len:
-        return [Run(group, begin, numel, 0)] if numel else []
-    head = min(-source.first % row_len, numel)
-    whole = (numel - head) // row_len * row_len
-    parts = ((head, 0), (whole, row_len), (numel - head - whole, 0))
-    runs = []
-    for count, length in parts:
-        if count:
-            runs.append(Run(group, begin, count, length))
-        begin += count
-    return runs
+__all__ = ["RunGradients"]
 
 
 class RunGradients:
@@ -196,17 +154,11 @@ class RunGradients:
         """As `Gradients.norm`."""
         for fragment in [each for each in self._sums if each not in self._taken]:
             self.send(fragment)
-        squares = torch.zeros((), dtype=torch.float64, device=self._device)
-        if self._norms:
-            squares = torch.stack(list(self._norms.values())).double().square().sum()
-        total = add_up(squares.to(NORM_DTYPE))
-        if not math.isfinite(total):
-            # Squares that float32 cannot hold.
-            wide = torch.zeros((), dtype=WIDE_NORM_DTYPE, device=self._device)
-            for grad in self._sums.values():
-                wide += torch.linalg.vector_norm(grad, dtype=torch.float64).square()
-            total = add_up(wide)
-        return math.sqrt(total) if math.isfinite(total) else math.inf
+        return norm_over_ranks(
+            squares_of(self._norms.values(), self._device),
+            lambda: wide_squares(list(self._sums.values()), self._device),
+            add_up,
+        )
 
     def drop(self) -> None:
         """Forgets all gradients since the last step."""
