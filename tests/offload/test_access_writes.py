@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from stepwell.access.writes import Writes, Written, forget, remember
+from stepwell.access.writes import Writes, Written
 from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
 
 
@@ -91,51 +91,6 @@ def test_a_wait_ends_the_protection_of_its_own_step_only(step, writes):
     writes.clear(writes.num_steps)
     assert kinds(one, other) == [torch.Tensor, torch.Tensor]
     assert not writes
-
-
-class Chunks:
-    """What waits for flat tensors, part by part."""
-
-    def __init__(self, tensors):
-        self.calls, self.has_part = [], True
-        self.memory = torch.arange(8.0)
-        remember(tensors, self)
-        for tensor in tensors:
-            tensor.__class__ = Written
-
-    def narrow(self, tensor, begin, numel):
-        self.calls.append((begin, numel))
-        return self.memory[begin : begin + numel] if self.has_part else None
-
-    def wait_for(self, tensors):
-        self.calls.append("all")
-        forget(tensors)
-        for tensor in tensors:
-            tensor.__class__ = torch.Tensor
-
-    def wait_for_all(self):
-        raise AssertionError("it is asked for its own")
-
-
-def test_a_part_of_a_flat_tensor_is_asked_for_alone():
-    flat = torch.zeros(8)
-    chunks = Chunks([flat])
-    for dim, begin, numel in ((0, 2, 3), (-1, 0, 8), (0, 8, 0), (0, 0, 1)):
-        assert torch.equal(flat.narrow(dim, begin, numel), chunks.memory[begin : begin + numel])
-        assert chunks.calls.pop() == (begin, numel)
-    assert type(flat) is Written
-    chunks.has_part = False
-    assert torch.equal(flat.narrow(0, 2, 3), torch.zeros(3))
-    assert chunks.calls == [(2, 3), "all"]
-    assert type(flat) is torch.Tensor
-
-
-def test_a_part_beyond_the_tensor_is_torchs_error():
-    flat = torch.zeros(8)
-    chunks = Chunks([flat])
-    with pytest.raises(RuntimeError):
-        flat.narrow(0, 6, 3)
-    assert chunks.calls == ["all"]
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ import contextlib
 import functools
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -37,49 +37,14 @@ from stepwell.access.under_way import DESCRIPTIVE, without_waiting
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
-__all__ = ["ThreadWait", "Waiting", "Writes", "Written", "forget", "remember"]
+__all__ = ["ThreadWait", "Writes", "Written"]
 
 _Part = TypeVar("_Part")
 
 
-class Waiting(Protocol):
-    """Waits for tensors of the class `Written`. Those that it has waited for are plain then."""
-
-    def wait_for(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Waits for `tensors`, which are its own."""
-
-    def wait_for_all(self) -> None:
-        """Waits for all of its own."""
-
-    def narrow(self, tensor: torch.Tensor, begin: int, numel: int) -> torch.Tensor | None:
-        """A view of a part of a flat tensor of its own, once that part is there.
-
-        None: the caller waits for the whole tensor.
-        """
-
-
-# Of `narrow`: the tensor, dimension, first element, number of elements.
-_NARROW_ARGS = 4
-
 # What waits for a tensor, by the tensor's id; and all there are.
-_WAITING: dict[int, weakref.ref[Waiting]] = {}
-_ALL: weakref.WeakSet[Waiting] = weakref.WeakSet()
-
-
-def remember(tensors: Iterable[torch.Tensor], waiting: Waiting) -> None:
-    """From now on uses of those of `tensors` that have the class `Written` ask `waiting`.
-
-    They are alive until `forget`.
-    """
-    reference = weakref.ref(waiting)
-    _ALL.add(waiting)
-    _WAITING.update((id(tensor), reference) for tensor in tensors)
-
-
-def forget(tensors: Iterable[torch.Tensor]) -> None:
-    """Uses of `tensors`, which have another class, ask nothing any more."""
-    for tensor in tensors:
-        _WAITING.pop(id(tensor), None)
+_WAITING: dict[int, weakref.ref[Writes[Any]]] = {}
+_ALL: weakref.WeakSet[Writes[Any]] = weakref.WeakSet()
 
 
 class Written(torch.Tensor):
@@ -169,10 +134,6 @@ def _call_after_waiting(
     if func in DESCRIPTIVE:
         with without_waiting():
             return func(*args, **kwargs)
-    if func is torch.Tensor.narrow and len(args) == _NARROW_ARGS:
-        part = _narrowed(*args)
-        if part is not None:
-            return part
     tensors = [each for each in tree_leaves((args, kwargs)) if _is_written(each)]
     _wait(tensors)
     if not any(map(_is_written, tensors)):
@@ -236,7 +197,7 @@ class Writes(Generic[_Part]):
             parts: plain tensors and DTensors, each with the part of the step that writes it. A
                 wait for one ends the waits of all that have the same object.
         """
-        reference: weakref.ref[Waiting] = weakref.ref(self)
+        reference = weakref.ref(self)
         with self._lock:
             self._num_steps += 1
             self._together = {}
@@ -276,10 +237,6 @@ class Writes(Generic[_Part]):
         if is_last_step:
             self._end([part for _, part in found], step)
 
-    def narrow(self, tensor: torch.Tensor, begin: int, numel: int) -> torch.Tensor | None:
-        """None: a tensor is plain once it is waited for, and so all of it."""
-        return None
-
     def wait_for_all(self) -> None:
         """Waits for all parts of the step."""
         self.wait_for([tensor for tensor, _ in list(self._parts.values())])
@@ -308,7 +265,7 @@ class Writes(Generic[_Part]):
 
 
 def _wait(tensors: Iterable[torch.Tensor]) -> None:
-    by_waiting: dict[Waiting | None, list[torch.Tensor]] = {}
+    by_waiting: dict[Writes[Any] | None, list[torch.Tensor]] = {}
     for tensor in tensors:
         reference = _WAITING.get(id(tensor))
         by_waiting.setdefault(None if reference is None else reference(), []).append(tensor)
@@ -322,17 +279,6 @@ def _wait(tensors: Iterable[torch.Tensor]) -> None:
         for tensor in own:
             if id(tensor) not in _WAITING:
                 _restore_class(tensor)
-
-
-def _narrowed(tensor: Any, dim: Any, begin: Any, numel: Any) -> torch.Tensor | None:
-    """`Waiting.narrow` of what waits for the tensor; None: the call is another one."""
-    is_plain_call = isinstance(begin, int) and isinstance(numel, int) and dim in (0, -1)
-    if type(tensor) is not Written or not is_plain_call or tensor.dim() != 1:
-        return None
-    reference = _WAITING.get(id(tensor))
-    waiting = None if reference is None else reference()
-    is_within = 0 <= begin <= begin + numel <= tensor.numel()
-    return waiting.narrow(tensor, begin, numel) if waiting is not None and is_within else None
 
 
 def _nothing() -> None:

@@ -229,7 +229,7 @@ class Operands:
             if stepped is not operand.state and isinstance(stepped["step"], torch.Tensor):
                 # What is in memory is a snapshot from then on.
                 stepped["step"] = stepped["step"].clone()
-            return operand._replace(state=stepped)
+            return operand._replace(state=stepped, runs=lease.runs(operand.runs))
 
     def _of(
         self,

@@ -444,10 +444,8 @@ class Partitions(Uploads):
             selector.drop(now or ())
         self._bytes_downloaded, self.gradients.bytes_sent = self.gradients.bytes_sent, 0
         swapped, hypers = self._swapped, [each.hyper.core(grad_scale) for each in operands.values()]
-        with contextlib.nullcontext() if swapped is None else swapped.lock:
-            if swapped is not None:
-                owners = [*owners, swapped.in_use(operands)]
-                begun = [*begun, *swapped.leaving(operands)]
+        with contextlib.ExitStack() as stack:
+            leaving = [] if swapped is None else stack.enter_context(swapped.stepping())
             self.engine.submit(
                 coming,
                 hypers,
@@ -456,7 +454,7 @@ class Partitions(Uploads):
                 num_settled=self.engine.store.num_settled,
                 owners=owners,
                 order=self._places,
-                begun=begun,
+                begun=[*begun, *leaving],
             )
         self.gradients.note_step(grad_scale)
 
