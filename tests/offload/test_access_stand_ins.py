@@ -7,6 +7,7 @@ import pytest
 import torch
 from stepwell.access import stand_ins
 from stepwell.access.stand_ins import StandIn
+from stepwell.access.writes import Writes, Written
 
 NUMEL = 8
 
@@ -120,3 +121,17 @@ def test_tensors_are_swapped_with_what_they_stand_for(source, flat):
     assert torch.equal(flat, torch.ones(3))
     assert type(other) is StandIn
     assert torch.equal(other + 0, source.memory)
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+def test_what_a_step_writes_that_is_being_submitted_is_used_with_a_stand_in(source, flat, is_first):
+    class Step:
+        def wait(self, parts):
+            return False
+
+    step, tensor = Step(), torch.ones(NUMEL)
+    writes = Writes(step.wait, tuple)
+    writes.protect({tensor: "a part"})
+    found = flat + tensor if is_first else torch.add(tensor, flat)
+    assert torch.equal(found, source.memory + 1)
+    assert type(tensor) is Written

@@ -60,7 +60,7 @@ def test_a_use_waits_for_its_part_and_ends_the_wait_of_all_that_have_it(step, wr
     assert step.waits == [[["a"]], [["b"]]]
     assert not writes
     writes.wait_for(tensors)
-    writes.wait_for_all()
+    writes.use(None)
     assert len(step.waits) == 2
 
 

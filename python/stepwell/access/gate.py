@@ -34,7 +34,8 @@ from stepwell.access.shard_guard import ShardGuard
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
-    from stepwell.access.guard import UnderWayIn, Uploads
+    from stepwell.access.guard import Uploads
+    from stepwell.access.writes import UnderWayIn
 
 
 __all__ = ["LANDING_BYTES_MAX", "Gate", "remove"]

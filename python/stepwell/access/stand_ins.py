@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch.utils._pytree import tree_map_only
 
-from stepwell.access.under_way import DESCRIPTIVE, without_waiting
+from stepwell.access.descriptive import DESCRIPTIVE, without_waiting
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -1,64 +1,106 @@
 """What a step in the background writes: its first use waits for that part of the step.
 
-Between `Writes.protect`, just before the step is submitted, and its first use or the end of the
-step, such a tensor has the class `Written`. What leads to its memory (a function of torch that is
-given it, `.data`, an operator) asks for `__torch_function__`, which waits. Then it is a plain
-tensor again, on all threads. What describes it (shape, dtype, attributes that a program has given
-it) does not wait.
+From the call that begins the step until its first use or the end of the step, such a tensor has
+another class: a parameter `UnderWay`, a plain tensor `Written`, a DTensor one that is made of its
+own. What leads to its memory (a function of torch that is given it, `.data`, an operator) asks for
+`__torch_function__`, which waits. Then it has its own class again, on all threads. What describes
+it (shape, dtype, attributes that a program has given it) does not wait. Other tensors cost nothing.
 
-- The thread waits until the memory has its final values, and work that is launched from then on
-  reads them, on any stream. So a copy to a device comes after the workers' writes without an event.
-  On a device it waits for uploads (`ThreadWait`), and not for the program's work: what gathers
-  weights reads them on streams that come after no other.
-- A DTensor has the class `WrittenShard` meanwhile: its local tensor is asked for by C++ as an
-  attribute, which waits too.
+- How a use waits is its owner's matter. Of what the owner does not have a guard for, the thread
+  waits until the memory has its final values, and work that is launched from then on reads them, on
+  any stream. On a device it waits for uploads (`ThreadWait`), and not for the program's work: what
+  gathers weights reads them on streams that come after no other.
+- The local tensor of a DTensor is asked for by C++ as an attribute, which waits too.
 
 Memory may be reached without the tensor, by a view or an array that was taken earlier. The number
 of references to its storage shows that (`guard.exposed`); then the step has to wait by itself.
 
-Not seen: raw pointers, and code in C++ that takes a tensor past torch's functions.
+Not seen: raw pointers, and code in C++ that takes a tensor past torch's functions (torch.tensor,
+assignment to `.data`, transforms of torch.func, TorchScript, extensions of pybind).
 
-Cost per tensor and step: two assignments of a class, two entries of a dict.
+Cost per tensor and step: two assignments of a class, a few entries of dicts.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 import torch
+from torch.nn import Parameter
 from torch.utils._pytree import tree_leaves
 
-from stepwell.access.under_way import DESCRIPTIVE, without_waiting
+from stepwell.access.descriptive import DESCRIPTIVE, without_waiting
+from stepwell.access.finalizers import finalize
+from stepwell.access.stand_ins import StandIn
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-__all__ = ["ThreadWait", "Writes", "Written"]
+__all__ = [
+    "ThreadWait",
+    "UnderWayIn",
+    "Writes",
+    "Written",
+    "is_compiling",
+    "is_under_way",
+    "wait_for",
+]
 
 _Part = TypeVar("_Part")
 
+UnderWayIn: TypeAlias = "tuple[type[torch.Tensor], list[tuple[dict[int, Any], object]]]"
+"""As `Store.submit` has it under `under_way`."""
 
-# What waits for a tensor, by the tensor's id; and all there are.
-_WAITING: dict[int, weakref.ref[Writes[Any]]] = {}
-_ALL: weakref.WeakSet[Writes[Any]] = weakref.WeakSet()
+# What waits for a tensor, by the tensor's id.
+_WAITING: dict[int, Writes[Any]] = {}
+
+
+# ---- the classes ----
+
+
+def _waits(
+    cls: type[torch.Tensor],
+    func: Callable[..., Any],
+    types: Iterable[type],
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+) -> Any:
+    """The `__torch_function__` of what a step writes."""
+    kwargs = kwargs or {}
+    if torch.compiler.is_compiling():
+        # No function of this module is to be in the trace.
+        _traced()
+    elif func not in DESCRIPTIVE:
+        tensors = [each for each in tree_leaves((args, kwargs)) if _is_written(each)]
+        _wait(tensors)
+        if not any(map(_is_written, tensors)):
+            return func(*args, **kwargs)
+        # Their step is being submitted. What others stand for comes first.
+        if StandIn in types:
+            return NotImplemented
+    with without_waiting():
+        return func(*args, **kwargs)
 
 
 class Written(torch.Tensor):
     """A tensor that a step writes."""
 
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        return _call_after_waiting(func, args, kwargs or {})
+    __torch_function__ = classmethod(_waits)
+
+
+class UnderWay(Parameter):
+    """A parameter whose new weight is under way."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Parameter:  # type: ignore[misc]
+        """`type(parameter)(data)` makes a plain parameter."""
+        return Parameter(*args, **kwargs)
+
+    __torch_function__ = classmethod(_waits)
 
 
 @functools.cache
@@ -71,15 +113,7 @@ def _written_shard() -> type[torch.Tensor]:
     class WrittenShard(DTensor):
         """A DTensor that a step writes."""
 
-        @classmethod
-        def __torch_function__(
-            cls,
-            func: Callable[..., Any],
-            types: Iterable[type],
-            args: tuple[Any, ...] = (),
-            kwargs: dict[str, Any] | None = None,
-        ) -> Any:
-            return _call_after_waiting(func, args, kwargs or {})
+        __torch_function__ = classmethod(_waits)
 
         @property
         def _local_tensor(self) -> torch.Tensor:
@@ -92,55 +126,85 @@ def _written_shard() -> type[torch.Tensor]:
             _wait([self])
             slot.__set__(self, value)
 
+    _CLASSES.add(WrittenShard)
     return WrittenShard
 
 
-def _is_written(tensor: object) -> bool:
-    """Whether a step writes `tensor`, and nothing has waited for it."""
-    kind = type(tensor)
-    return kind is Written or (kind not in _PLAIN and kind in _SHARDS)
+# With that of DTensors, once there are any.
+_CLASSES: set[type] = {Written, UnderWay}
 
 
-# Most of what functions are given; and the class of DTensors, once there are any.
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
-_SHARDS: set[type] = set()
+def _is_written(value: object) -> bool:
+    """Whether a step writes a tensor, and nothing has waited for it."""
+    return type(value) in _CLASSES
+
+
+def is_under_way(tensor: torch.Tensor) -> bool:
+    """Whether it is a parameter that is no DTensor, and its new weight is under way."""
+    return type(tensor) is UnderWay
 
 
 def _begin(tensor: torch.Tensor) -> None:
     if type(tensor) is torch.Tensor:
         tensor.__class__ = Written
+    elif type(tensor) is Parameter:
+        tensor.__class__ = UnderWay
     else:
-        kind = _written_shard()
-        _SHARDS.add(kind)
-        tensor.__class__ = kind
-
-
-def _end(tensor: torch.Tensor) -> None:
-    _WAITING.pop(id(tensor), None)
-    _restore_class(tensor)
+        tensor.__class__ = _written_shard()
 
 
 def _restore_class(tensor: torch.Tensor) -> None:
-    kind = type(tensor)
-    if kind is Written:
-        tensor.__class__ = torch.Tensor
-    elif kind in _SHARDS:
-        tensor.__class__ = kind.__bases__[0]
+    # Not what a program has made it meanwhile.
+    if _is_written(tensor):
+        tensor.__class__ = type(tensor).__bases__[0]
 
 
-def _call_after_waiting(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    if func in DESCRIPTIVE:
-        with without_waiting():
-            return func(*args, **kwargs)
-    tensors = [each for each in tree_leaves((args, kwargs)) if _is_written(each)]
-    _wait(tensors)
-    if not any(map(_is_written, tensors)):
-        return func(*args, **kwargs)
-    # Their step is being submitted.
-    with without_waiting():
-        return func(*args, **kwargs)
+# ---- uses ----
+
+
+def wait_for(tensors: Iterable[torch.Tensor]) -> None:
+    """Waits for those of `tensors` that steps write, as a use of them does."""
+    _wait([each for each in tensors if _is_written(each)])
+
+
+def _wait(tensors: Iterable[torch.Tensor]) -> None:
+    by_writes: dict[Writes[Any] | None, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        by_writes.setdefault(_WAITING.get(id(tensor)), []).append(tensor)
+    for writes, own in by_writes.items():
+        if writes is not None:
+            writes.use(own)
+            continue
+        # torch.utils.swap_tensors gave another tensor this class, or another thread ended it.
+        _wait_for_all()
+        for tensor in own:
+            if id(tensor) not in _WAITING:
+                _restore_class(tensor)
+
+
+def _wait_for_all() -> None:
+    # Other threads end waits meanwhile.
+    for writes in set(_WAITING.copy().values()):
+        writes.use(None)
+
+
+def is_compiling() -> bool:
+    """Whether torch.compile traces code on this thread, and looks at a tensor."""
+    guards = sys.modules.get("torch._guards")
+    return guards is not None and guards.CompileContext.try_get() is not None
+
+
+def _traced() -> bool:
+    """Called by torch.compile when it traces a use, not when the compiled code runs."""
+    _wait_for_all()
+    return True
+
+
+# What torch.compiler.assume_constant_result does, which takes seconds to import.
+_traced._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+# ---- the tensors of an optimizer ----
 
 
 class ThreadWait:
@@ -174,38 +238,51 @@ class Writes(Generic[_Part]):
         wait: a method that waits for parts of a step, held weakly. It returns whether these are
             parts of the last step; not so while one is being submitted.
         finish: the thread waits for all of the last step, where the owner of `wait` is gone.
+        use: a method, held weakly, that waits for tensors which are about to be used, and for
+            others where it has to; of None for all. Without it a use waits for the tensor's part.
     """
 
     def __init__(
-        self, wait: Callable[[Iterable[_Part]], bool], finish: Callable[[], object]
+        self,
+        wait: Callable[[Sequence[_Part]], bool],
+        finish: Callable[[], object],
+        use: Callable[[Sequence[torch.Tensor] | None], None] | None = None,
     ) -> None:
         self._wait = weakref.WeakMethod(wait)
         self._finish = finish
-        self._parts: dict[int, tuple[torch.Tensor, _Part]] = {}
+        self._use = None if use is None else weakref.WeakMethod(use)
+        # Those that nothing has waited for, and the parts of those that are not their own; by ids.
+        self._tensors: dict[int, torch.Tensor] = {}
+        self._parts: dict[int, _Part] = {}
         # The tensors of each part, by its id.
         self._together: dict[int, list[torch.Tensor]] = {}
         self._num_steps = 0
         # A thread ends a protection while another begins one; so may a signal's handler within.
         self._lock = threading.RLock()
-        _ALL.add(self)
-        weakref.finalize(self, _restore, self._parts, self._lock)
+        finalize(wait.__self__, self._abandon)  # type: ignore[attr-defined]
 
-    def protect(self, parts: Mapping[torch.Tensor, _Part]) -> None:
+    def protect(self, parts: Mapping[torch.Tensor, _Part]) -> UnderWayIn:
         """From now on uses of tensors wait. Call it before the step is submitted.
 
         Args:
-            parts: plain tensors and DTensors, each with the part of the step that writes it. A
-                wait for one ends the waits of all that have the same object.
+            parts: plain tensors, parameters and DTensors, each with the part of the step that
+                writes it. A wait for one ends the waits of all that have the same object.
+
+        Returns:
+            what the call that begins the step does to parameters that are parts of their own, for
+            their uses to wait as well.
         """
-        reference = weakref.ref(self)
         with self._lock:
             self._num_steps += 1
             self._together = {}
             for tensor, part in parts.items():
-                self._parts[id(tensor)] = tensor, part
+                key = id(tensor)
                 self._together.setdefault(id(part), []).append(tensor)
-                _WAITING[id(tensor)] = reference
+                self._parts[key], self._tensors[key] = part, tensor
+                # Before the class: so Ctrl-C leaves none whose class stays changed.
+                _WAITING[key] = self
                 _begin(tensor)
+        return UnderWay, [(self._tensors, None), (_WAITING, self)]
 
     def close(self) -> None:
         """No step comes any more. What `finish` needs is let go."""
@@ -213,38 +290,36 @@ class Writes(Generic[_Part]):
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether nothing has waited for `tensor` yet."""
-        return id(tensor) in self._parts
+        return id(tensor) in self._tensors
 
     def __bool__(self) -> bool:
         """Whether there is a tensor that nothing has waited for."""
-        return bool(self._parts)
-
-    def wait_for(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Waits for the parts of the step that write `tensors`."""
-        with self._lock:
-            step = self._num_steps
-            found = [self._parts[id(each)] for each in tensors if id(each) in self._parts]
-        if not found:
-            return
-        wait = self._wait()
-        if wait is None:
-            # Another thread lets go of the optimizer, and may still wait for the step.
-            with without_waiting():
-                self._finish()
-            is_last_step = True
-        else:
-            is_last_step = wait([part for _, part in found])
-        if is_last_step:
-            self._end([part for _, part in found], step)
-
-    def wait_for_all(self) -> None:
-        """Waits for all parts of the step."""
-        self.wait_for([tensor for tensor, _ in list(self._parts.values())])
+        return bool(self._tensors)
 
     @property
     def num_steps(self) -> int:
-        """How often tensors were protected."""
+        """How often tensors were protected: a wait ends the protection of its own step only."""
         return self._num_steps
+
+    def use(self, tensors: Sequence[torch.Tensor] | None) -> None:
+        """Waits for tensors of its own that are about to be used; None: for all."""
+        use = None if self._use is None else self._use()
+        if use is not None:
+            use(tensors)
+        else:
+            self.wait_for(list(self._tensors.values()) if tensors is None else tensors)
+
+    def wait_for(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Waits for the parts of the step that write `tensors`, where nothing has."""
+        with self._lock:
+            step = self._num_steps
+            parts = [self._part(each) for each in tensors if self.holds(each)]
+        if parts:
+            self._wait_for(parts, step)
+
+    def wait_for_parts(self, parts: Sequence[_Part]) -> bool:
+        """Waits for parts, in any case. Returns whether they are of the last step."""
+        return self._wait_for(parts, self._num_steps)
 
     def clear(self, step: int) -> None:
         """All parts of the step are written.
@@ -252,41 +327,46 @@ class Writes(Generic[_Part]):
         Args:
             step: `num_steps` as it was before that was waited for.
         """
-        self._end([part for _, part in list(self._parts.values())], step)
+        self._end([self._part(each) for each in list(self._tensors.values())], step)
+
+    def _part(self, tensor: Any) -> _Part:
+        found: _Part = self._parts.get(id(tensor), tensor)
+        return found
+
+    def _wait_for(self, parts: Sequence[_Part], step: int) -> bool:
+        wait = self._wait()
+        with without_waiting():
+            if wait is None:
+                # Another thread lets go of the optimizer, and may still wait for the step.
+                self._finish()
+            is_last_step = wait is None or wait(parts)
+        if is_last_step:
+            self._end(parts, step)
+        return is_last_step
 
     def _end(self, parts: Iterable[_Part], step: int) -> None:
         with self._lock:
             # What a step that was begun meanwhile writes stays protected.
             if step == self._num_steps:
                 for part in parts:
-                    for tensor in self._together.pop(id(part), ()):
-                        if self._parts.pop(id(tensor), None) is not None:
-                            _end(tensor)
+                    for tensor in self._together.pop(id(part), [part]):
+                        self._restore(tensor)
 
+    def _restore(self, tensor: Any) -> None:
+        if self._tensors.pop(id(tensor), None) is not None:
+            self._parts.pop(id(tensor), None)
+            _WAITING.pop(id(tensor), None)
+            _restore_class(tensor)
 
-def _wait(tensors: Iterable[torch.Tensor]) -> None:
-    by_waiting: dict[Writes[Any] | None, list[torch.Tensor]] = {}
-    for tensor in tensors:
-        reference = _WAITING.get(id(tensor))
-        by_waiting.setdefault(None if reference is None else reference(), []).append(tensor)
-    for waiting, own in by_waiting.items():
-        if waiting is not None:
-            waiting.wait_for(own)
-            continue
-        # torch.utils.swap_tensors gave another tensor this class.
-        for each in list(_ALL):
-            each.wait_for_all()
-        for tensor in own:
-            if id(tensor) not in _WAITING:
-                _restore_class(tensor)
+    def _abandon(self) -> None:
+        """The optimizer is gone: its tensors are plain again when they have landed."""
+        if self._tensors:
+            # A step that failed has raised its error already, or no caller is left.
+            with contextlib.suppress(OSError, ValueError), without_waiting():
+                self._finish()
+            for tensor in list(self._tensors.values()):
+                self._restore(tensor)
 
 
 def _nothing() -> None:
     pass
-
-
-def _restore(parts: dict[int, tuple[torch.Tensor, Any]], lock: threading.RLock) -> None:
-    """The optimizer is gone, after its last step."""
-    with lock:
-        for tensor, _ in parts.values():
-            _end(tensor)

@@ -34,7 +34,7 @@ from stepwell._hyper import hyper_of
 from stepwell._sharding import greatest, is_dtensor, local
 from stepwell.access.gate import remove
 from stepwell.access.guard import clear_grads
-from stepwell.access.under_way import wait_for
+from stepwell.access.writes import wait_for
 from stepwell.offload.options import Accumulate, check_options
 from stepwell.optim import AdamW, Moments
 from stepwell.store.background import Background

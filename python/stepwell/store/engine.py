@@ -28,8 +28,8 @@ from stepwell import _core
 from stepwell._budget import note_pinned
 from stepwell._sharding import is_dtensor, local
 from stepwell._streams import current_stream, device_name, stream_of
+from stepwell.access.descriptive import without_waiting
 from stepwell.access.guard import Uploads
-from stepwell.access.under_way import without_waiting
 from stepwell.store.contents import Contents
 from stepwell.store.deferred import deferred_core
 from stepwell.store.selection import Selector
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from stepwell._state import State
-    from stepwell.access.guard import UnderWayIn
+    from stepwell.access.writes import UnderWayIn
     from stepwell.store.deferred import Deferred, Extents
     from stepwell.store.selection import Selected
     from stepwell.store.twins import Twins

@@ -15,7 +15,7 @@ import torch
 
 from stepwell import _state, optim
 from stepwell._hyper import Hyper, hyper_of
-from stepwell.access.under_way import without_waiting
+from stepwell.access.descriptive import without_waiting
 from stepwell.deepspeed.native import adam
 from stepwell.store.norm import CLIP_EPS
 

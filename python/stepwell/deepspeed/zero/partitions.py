@@ -30,8 +30,8 @@ import torch
 from stepwell import _core, _state
 from stepwell._streams import current_stream
 from stepwell._tensors import name_of, view
+from stepwell.access.descriptive import without_waiting
 from stepwell.access.guard import Uploads, exposed
-from stepwell.access.under_way import without_waiting
 from stepwell.access.writes import ThreadWait, Writes
 from stepwell.deepspeed.zero.fragment import Fragment
 from stepwell.deepspeed.zero.gradients import Gradients

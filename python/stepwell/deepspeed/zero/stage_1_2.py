@@ -36,8 +36,8 @@ from deepspeed.runtime.zero.stage_1_and_2 import (
     DeepSpeedZeroOptimizer,
 )
 
+from stepwell.access.descriptive import without_waiting
 from stepwell.access.gate import Gate
-from stepwell.access.under_way import without_waiting
 from stepwell.deepspeed.release import has_fp32_sums
 from stepwell.deepspeed.state.home import RamHome
 from stepwell.deepspeed.zero.backward import Backward

@@ -20,7 +20,7 @@ import torch
 from stepwell import _core, _state
 from stepwell._budget import GIB, share_of_free_bytes
 from stepwell._tensors import view
-from stepwell.access.under_way import without_waiting
+from stepwell.access.descriptive import without_waiting
 from stepwell.deepspeed.zero.lease import Brought, Lease
 from stepwell.ranks.collective import Ranks
 from stepwell.store.places import MASTER, Places
