@@ -5,9 +5,10 @@ import io
 
 import pytest
 import torch
+from insides import begin
 from stepwell.access import stand_ins
 from stepwell.access.stand_ins import StandIn
-from stepwell.access.writes import Writes, Written
+from stepwell.access.writes import Writes
 
 NUMEL = 8
 
@@ -94,9 +95,9 @@ def test_copies_and_pickles_are_plain(source, flat):
 
 
 def test_a_part_is_asked_for_alone(source, flat):
-    for dim, begin, numel in ((0, 2, 3), (-1, 0, NUMEL), (0, NUMEL, 0), (0, 0, 1)):
-        assert torch.equal(flat.narrow(dim, begin, numel), source.memory[begin : begin + numel])
-        assert source.calls.pop() == (begin, numel)
+    for dim, first, numel in ((0, 2, 3), (-1, 0, NUMEL), (0, NUMEL, 0), (0, 0, 1)):
+        assert torch.equal(flat.narrow(dim, first, numel), source.memory[first : first + numel])
+        assert source.calls.pop() == (first, numel)
         assert not source.calls
     source.has_part = False
     assert torch.equal(flat.narrow(0, 2, 3), source.memory[2:5])
@@ -124,14 +125,16 @@ def test_tensors_are_swapped_with_what_they_stand_for(source, flat):
 
 
 @pytest.mark.parametrize("is_first", [False, True])
-def test_what_a_step_writes_that_is_being_submitted_is_used_with_a_stand_in(source, flat, is_first):
+def test_it_is_used_with_what_a_step_writes(source, flat, is_first):
     class Step:
+        waits = ()
+
         def wait(self, parts):
-            return False
+            self.waits = parts
 
     step, tensor = Step(), torch.ones(NUMEL)
-    writes = Writes(step.wait, tuple)
-    writes.protect({tensor: "a part"})
+    begin(Writes(step.wait, tuple).protection([], {tensor: "a part"}))
     found = flat + tensor if is_first else torch.add(tensor, flat)
     assert torch.equal(found, source.memory + 1)
-    assert type(tensor) is Written
+    assert step.waits == ["a part"]
+    assert type(tensor) is torch.Tensor

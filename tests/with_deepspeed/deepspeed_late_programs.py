@@ -11,10 +11,10 @@ import torch
 from deepspeed_engines import configuration, initialize, perceptron, squared, train, vectors
 from deepspeed_offload_param_programs import offloaded, weights
 from insides import (
-    begin_of_writes,
     core_of_partitions,
     make_partitions_late,
     partitions_of,
+    protection_of_writes,
     writes_under_way,
 )
 from late_engine import GATHERS, SECONDS_MAX, late_ranks
@@ -437,16 +437,12 @@ def left(name):
     from stepwell.deepspeed.zero.operands import Operands
 
     engine, rank = initialize(deep(), RANKS[name]("module")), torch.distributed.get_rank()
-    bias, begin = engine.module[2][0].bias, getattr(*begin_of_writes())
+    bias = engine.module[2][0].bias
 
     def leave(*_):
         raise LeftError("no memory")
 
-    def begin_and_leave(tensor):
-        begin(tensor)
-        leave()
-
-    of, protect = (Operands, "of", leave), (*begin_of_writes(), begin_and_leave)
+    of, protect = (Operands, "of", leave), (*protection_of_writes(), leave)
     found = []
     cases = [((), of), ((0, 1), of), ((0, 1), protect), ((), of), ((1,), of)]
     for step, (raising, place) in enumerate(cases):

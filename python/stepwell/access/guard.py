@@ -1,7 +1,7 @@
 """Makes every use of a parameter in Python wait while the parameter's new weight is under way.
 
 It is under way from the call that submits the step until the step's stream has waited for it. As
-long as it is, the parameter's class is `UnderWay`, whose uses wait (see `under_way`). Within a
+long as it is, the parameter's class is `UnderWay`, whose uses wait (see `writes`). Within a
 forward that the gate sees a use waits for its own weight. Outside of forwards it is a look: the
 first one waits for all weights, with all updates. Operations without such a parameter never come
 here and cost nothing.
@@ -31,7 +31,7 @@ from stepwell.access.writes import Writes, is_compiling, is_under_way
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence
 
-    from stepwell.access.writes import UnderWayIn
+    from stepwell.access.writes import Protection
 
 __all__ = ["Forwards", "Uploads", "WeightGuard", "clear_grads", "exposed"]
 
@@ -40,12 +40,8 @@ class Uploads(abc.ABC):
     """The new weights on their way to the device, and what a use of them has to wait for beside."""
 
     @abc.abstractmethod
-    def wait(self, params: Iterable[torch.Tensor], /) -> bool:
-        """The current stream and the step's stream wait for the weights of `params`.
-
-        Returns whether these are the weights of the last step, so that no later use has to wait for
-        them; not so while a step is being submitted.
-        """
+    def wait(self, params: Iterable[torch.Tensor], /) -> None:
+        """The current stream and the step's stream wait for the weights of `params`."""
 
     @abc.abstractmethod
     def finish(self) -> None:
@@ -105,19 +101,14 @@ class WeightGuard:
         """As `Writes` has it."""
         return self._writes.num_steps
 
-    def protect(self, params: Iterable[torch.Tensor]) -> None:
-        """From now on uses of `params` wait. Call it before the step is submitted.
+    def protection(self, params: Iterable[torch.Tensor]) -> Protection:
+        """What the call that begins a step does, for uses of `params` to wait from then on.
 
         Parameters that are not exactly a `torch.nn.Parameter` are left out, see `exposed`.
         """
         params = list(params)
-        parts = self.parts(params)
-        parts.update((param, param) for param in params if type(param) is Parameter)
-        self._writes.protect(parts)
-
-    def protection(self, params: Iterable[torch.Tensor]) -> UnderWayIn:
-        """What the call that begins a step does to `params`, for uses to wait from then on."""
-        return self._writes.protect(self.parts(params))
+        own = [param for param in params if type(param) is Parameter]
+        return self._writes.protection(own, self.parts(params))
 
     def parts(self, params: Iterable[torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
         """The tensors beside plain parameters whose uses wait, with the parameters they are of."""
@@ -184,26 +175,20 @@ class WeightGuard:
         """
         self._writes.wait_for(params)
 
-    def wait_for(self, params: Sequence[torch.Tensor]) -> bool:
-        """The current stream waits for all of `params`, protected or not.
+    def wait_for(self, params: Sequence[torch.Tensor]) -> None:
+        """The current stream waits for all of `params`, protected or not."""
+        self._writes.wait_for_parts(params)
 
-        Returns whether these are the weights of the last step.
-        """
-        return not params or self._writes.wait_for_parts(params)
-
-    def wait(self, params: Sequence[torch.Tensor]) -> bool:
+    def wait(self, params: Sequence[torch.Tensor]) -> None:
         """As `Uploads.wait`."""
-        return self.uploads.wait(params)
+        self.uploads.wait(params)
 
-    def finish(self) -> bool:
-        """The current stream waits for all weights. Returns whether they are of the last step."""
+    def finish(self) -> None:
+        """The current stream waits for all weights."""
         step = self.num_steps
         with without_waiting():
             self.uploads.finish()
-            is_last_step = self.uploads.wait(())
-        if is_last_step:
-            self.clear(step)
-        return is_last_step
+        self.clear(step)
 
     def clear(self, step: int) -> None:
         """All weights of the step have arrived, or the step's stream has waited for them.

@@ -108,17 +108,15 @@ class ShardGuard(WeightGuard):
         return parts
 
     @override
-    def wait(self, params: Sequence[torch.Tensor]) -> bool:
+    def wait(self, params: Sequence[torch.Tensor]) -> None:
         shards = [param for param in params if param in self._shards]
         others = [param for param in params if param not in self._shards]
-        is_last_step = True
         if others:
-            is_last_step = super().wait(others)
+            super().wait(others)
         if shards:
             # FSDP2 gathers on streams that come after no other.
             with self._thread_wait.waiting():
-                is_last_step = super().wait(shards)
-        return is_last_step
+                super().wait(shards)
 
     @override
     def clear(self, step: int) -> None:

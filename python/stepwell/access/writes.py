@@ -28,7 +28,7 @@ import functools
 import sys
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch.nn import Parameter
@@ -36,14 +36,14 @@ from torch.utils._pytree import tree_leaves
 
 from stepwell.access.descriptive import DESCRIPTIVE, without_waiting
 from stepwell.access.finalizers import finalize
-from stepwell.access.stand_ins import StandIn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 __all__ = [
+    "LOCK",
+    "Protection",
     "ThreadWait",
-    "UnderWayIn",
     "Writes",
     "Written",
     "is_compiling",
@@ -53,11 +53,20 @@ __all__ = [
 
 _Part = TypeVar("_Part")
 
-UnderWayIn: TypeAlias = "tuple[type[torch.Tensor], list[tuple[dict[int, Any], object]]]"
-"""As `Store.submit` has it under `under_way`."""
-
 # What waits for a tensor, by the tensor's id.
 _WAITING: dict[int, Writes[Any]] = {}
+
+LOCK = threading.RLock()
+"""A thread has it that begins a step, or that ends waits. So may a signal's handler within."""
+
+
+class Protection(NamedTuple):
+    """What the call that begins a step does, for uses of tensors to wait from then on."""
+
+    entries: list[tuple[dict[Any, Any], dict[Any, Any]]]
+    """Dicts, each with what is put into it."""
+    classes: list[tuple[type[torch.Tensor], list[torch.Tensor]]]
+    """Classes, each with the tensors that get it."""
 
 
 # ---- the classes ----
@@ -76,13 +85,9 @@ def _waits(
         # No function of this module is to be in the trace.
         _traced()
     elif func not in DESCRIPTIVE:
-        tensors = [each for each in tree_leaves((args, kwargs)) if _is_written(each)]
-        _wait(tensors)
-        if not any(map(_is_written, tensors)):
-            return func(*args, **kwargs)
-        # Their step is being submitted. What others stand for comes first.
-        if StandIn in types:
-            return NotImplemented
+        wait_for(tree_leaves((args, kwargs)))
+        # Where a step has begun meanwhile, that is waited for.
+        return func(*args, **kwargs)
     with without_waiting():
         return func(*args, **kwargs)
 
@@ -144,13 +149,13 @@ def is_under_way(tensor: torch.Tensor) -> bool:
     return type(tensor) is UnderWay
 
 
-def _begin(tensor: torch.Tensor) -> None:
-    if type(tensor) is torch.Tensor:
-        tensor.__class__ = Written
-    elif type(tensor) is Parameter:
-        tensor.__class__ = UnderWay
-    else:
-        tensor.__class__ = _written_shard()
+def _class_of(kind: type[torch.Tensor]) -> type[torch.Tensor]:
+    """What tensors of a class become when a step writes them."""
+    if kind in _CLASSES:
+        return kind
+    if kind is torch.Tensor:
+        return Written
+    return UnderWay if kind is Parameter else _written_shard()
 
 
 def _restore_class(tensor: torch.Tensor) -> None:
@@ -162,9 +167,9 @@ def _restore_class(tensor: torch.Tensor) -> None:
 # ---- uses ----
 
 
-def wait_for(tensors: Iterable[torch.Tensor]) -> None:
-    """Waits for those of `tensors` that steps write, as a use of them does."""
-    _wait([each for each in tensors if _is_written(each)])
+def wait_for(values: Iterable[Any]) -> None:
+    """Waits for those of `values` that are tensors which steps write, as a use of them does."""
+    _wait([each for each in values if _is_written(each)])
 
 
 def _wait(tensors: Iterable[torch.Tensor]) -> None:
@@ -235,8 +240,7 @@ class Writes(Generic[_Part]):
     """The tensors that one optimizer steps.
 
     Args:
-        wait: a method that waits for parts of a step, held weakly. It returns whether these are
-            parts of the last step; not so while one is being submitted.
+        wait: a method that waits for parts of the last step, held weakly.
         finish: the thread waits for all of the last step, where the owner of `wait` is gone.
         use: a method, held weakly, that waits for tensors which are about to be used, and for
             others where it has to; of None for all. Without it a use waits for the tensor's part.
@@ -244,7 +248,7 @@ class Writes(Generic[_Part]):
 
     def __init__(
         self,
-        wait: Callable[[Sequence[_Part]], bool],
+        wait: Callable[[Sequence[_Part]], object],
         finish: Callable[[], object],
         use: Callable[[Sequence[torch.Tensor] | None], None] | None = None,
     ) -> None:
@@ -254,35 +258,39 @@ class Writes(Generic[_Part]):
         # Those that nothing has waited for, and the parts of those that are not their own; by ids.
         self._tensors: dict[int, torch.Tensor] = {}
         self._parts: dict[int, _Part] = {}
-        # The tensors of each part, by its id.
+        # The tensors of each of these parts, by its id.
         self._together: dict[int, list[torch.Tensor]] = {}
-        self._num_steps = 0
-        # A thread ends a protection while another begins one; so may a signal's handler within.
-        self._lock = threading.RLock()
+        self.num_steps = 0
+        """How many have begun: a wait ends the protection of its own step only."""
         finalize(wait.__self__, self._abandon)  # type: ignore[attr-defined]
 
-    def protect(self, parts: Mapping[torch.Tensor, _Part]) -> UnderWayIn:
-        """From now on uses of tensors wait. Call it before the step is submitted.
+    def protection(
+        self, own: Iterable[torch.Tensor], parts: Mapping[torch.Tensor, _Part]
+    ) -> Protection:
+        """What the call that begins a step does, for uses of tensors to wait from then on.
 
         Args:
-            parts: plain tensors, parameters and DTensors, each with the part of the step that
-                writes it. A wait for one ends the waits of all that have the same object.
-
-        Returns:
-            what the call that begins the step does to parameters that are parts of their own, for
-            their uses to wait as well.
+            own: parameters that are parts of the step by themselves.
+            parts: plain tensors and DTensors, each with the part of the step that writes it. A wait
+                for one ends the waits of all that have the same object.
         """
-        with self._lock:
-            self._num_steps += 1
-            self._together = {}
-            for tensor, part in parts.items():
-                key = id(tensor)
-                self._together.setdefault(id(part), []).append(tensor)
-                self._parts[key], self._tensors[key] = part, tensor
-                # Before the class: so Ctrl-C leaves none whose class stays changed.
-                _WAITING[key] = self
-                _begin(tensor)
-        return UnderWay, [(self._tensors, None), (_WAITING, self)]
+        own = list(own)
+        together: dict[int, list[torch.Tensor]] = {}
+        by_class: dict[type[torch.Tensor], list[torch.Tensor]] = {Parameter: own}
+        for tensor, part in parts.items():
+            together.setdefault(id(part), []).append(tensor)
+            by_class.setdefault(type(tensor), []).append(tensor)
+        tensors = {id(tensor): tensor for tensor in (*own, *parts)}
+        return Protection(
+            [
+                (self._tensors, tensors),
+                (self._parts, {id(tensor): part for tensor, part in parts.items()}),
+                (self._together, together),
+                (_WAITING, dict.fromkeys(tensors, self)),
+                (vars(self), {"num_steps": self.num_steps + 1}),
+            ],
+            [(_class_of(kind), each) for kind, each in by_class.items()],
+        )
 
     def close(self) -> None:
         """No step comes any more. What `finish` needs is let go."""
@@ -296,11 +304,6 @@ class Writes(Generic[_Part]):
         """Whether there is a tensor that nothing has waited for."""
         return bool(self._tensors)
 
-    @property
-    def num_steps(self) -> int:
-        """How often tensors were protected: a wait ends the protection of its own step only."""
-        return self._num_steps
-
     def use(self, tensors: Sequence[torch.Tensor] | None) -> None:
         """Waits for tensors of its own that are about to be used; None: for all."""
         use = None if self._use is None else self._use()
@@ -311,15 +314,15 @@ class Writes(Generic[_Part]):
 
     def wait_for(self, tensors: Iterable[torch.Tensor]) -> None:
         """Waits for the parts of the step that write `tensors`, where nothing has."""
-        with self._lock:
-            step = self._num_steps
+        with LOCK:
+            step = self.num_steps
             parts = [self._part(each) for each in tensors if self.holds(each)]
         if parts:
             self._wait_for(parts, step)
 
-    def wait_for_parts(self, parts: Sequence[_Part]) -> bool:
-        """Waits for parts, in any case. Returns whether they are of the last step."""
-        return self._wait_for(parts, self._num_steps)
+    def wait_for_parts(self, parts: Sequence[_Part]) -> None:
+        """Waits for parts, in any case."""
+        self._wait_for(parts, self.num_steps)
 
     def clear(self, step: int) -> None:
         """All parts of the step are written.
@@ -333,30 +336,31 @@ class Writes(Generic[_Part]):
         found: _Part = self._parts.get(id(tensor), tensor)
         return found
 
-    def _wait_for(self, parts: Sequence[_Part], step: int) -> bool:
+    def _wait_for(self, parts: Sequence[_Part], step: int) -> None:
         wait = self._wait()
         with without_waiting():
             if wait is None:
                 # Another thread lets go of the optimizer, and may still wait for the step.
                 self._finish()
-            is_last_step = wait is None or wait(parts)
-        if is_last_step:
-            self._end(parts, step)
-        return is_last_step
+            else:
+                wait(parts)
+        self._end(parts, step)
 
     def _end(self, parts: Iterable[_Part], step: int) -> None:
-        with self._lock:
+        with LOCK:
             # What a step that was begun meanwhile writes stays protected.
-            if step == self._num_steps:
+            if step == self.num_steps:
                 for part in parts:
                     for tensor in self._together.pop(id(part), [part]):
                         self._restore(tensor)
 
     def _restore(self, tensor: Any) -> None:
-        if self._tensors.pop(id(tensor), None) is not None:
-            self._parts.pop(id(tensor), None)
+        if id(tensor) in self._tensors:
+            # In this order, wherever Ctrl-C comes: a use of what waits for nothing gets its class.
             _WAITING.pop(id(tensor), None)
             _restore_class(tensor)
+            self._parts.pop(id(tensor), None)
+            self._tensors.pop(id(tensor), None)
 
     def _abandon(self) -> None:
         """The optimizer is gone: its tensors are plain again when they have landed."""

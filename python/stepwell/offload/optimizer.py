@@ -645,7 +645,6 @@ class OffloadAdamW(AdamW):
         while True:
             try:
                 with contextlib.suppress(OSError, ValueError):
-                    self._background.withdraw()
                     if self._background.is_released:
                         self._background.discard()
                         self._background.settle()

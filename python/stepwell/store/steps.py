@@ -155,8 +155,8 @@ class Steps:
         twins = self._host.twins
         verified = [param for param in params if twins[param].is_unverified]
         stream = current_stream(self._host.device)
-        coming = engine.announce(Submitted(stream, looked.swapping, params, verified))
-        under_way = None if gate is None else gate.opening(landing, shared)
+        coming = Submitted(stream, looked.swapping, params, verified)
+        protection = None if gate is None else gate.opening(landing, shared)
         selected = []
         if engine.selector is not None:
             selected = engine.selector.choose(at_once)
@@ -167,7 +167,7 @@ class Steps:
             at_once=at_once,
             selected=selected,
             num_settled=num_settled,
-            under_way=under_way,
+            protections=[] if protection is None else [protection],
         )
         if self._chooser is not None:
             self._chooser.note(kind)

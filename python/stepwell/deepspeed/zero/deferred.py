@@ -167,7 +167,7 @@ class DeferredZeroOptimizer(OffloadZeroOptimizer):
         # Those that the step itself waits for.
         uncovered = self._all_params() if self._gate is not None else []
         if self._open_gate() and self._gate is not None:
-            uncovered = self._gate.uncovered
+            uncovered = self._gate.not_covered(self._all_params(), self._exposed())
         return {self._fragment(each) for each in uncovered} if kind is StepKind.DEFERRED else None
 
     def _wait_for_weights(self) -> None:

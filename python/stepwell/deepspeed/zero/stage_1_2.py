@@ -612,7 +612,8 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         """Whether accesses wait for the weights of the step that comes."""
         if self._gate is None or not self._gate.is_open:
             return False
-        self._gate.open(self._all_params(), self._exposed())
+        opening = self._gate.opening(self._all_params(), self._exposed())
+        self._partitions.begin_with(opening)
         return True
 
     def watch(self, module: torch.nn.Module) -> None:
