@@ -3,6 +3,7 @@
 A step does not begin before something waits for it. So what does not wait reads old weights.
 """
 
+import contextlib
 import gc
 import io
 import threading
@@ -169,6 +170,31 @@ def exposed(result):
     engine.destroy()
 
 
+def not_begun(result):
+    """Persistent weights behind a step that was left when all of it was ready."""
+    import deepspeed
+
+    def bias():
+        with deepspeed.zero.GatheredParameters([engine.module[2].bias]):
+            return engine.module[2].bias.detach().clone()
+
+    engine, _, _ = trained_late(offloaded(persistent=100), is_late=False)
+    partitions = partitions_of(engine.optimizer)
+    before, submit = bias(), partitions.submit
+
+    def leave(*_, **__):
+        raise LeftError("no step")
+
+    partitions.submit = leave
+    with contextlib.suppress(LeftError):
+        train(engine, vectors(1, first=60), squared)
+    partitions.submit = submit
+    result["not begun"] = before, bias()
+    train(engine, vectors(1, first=61), squared)
+    result["begun"] = before, bias()
+    engine.destroy()
+
+
 def moved():
     """Losses with states that went to host memory and back, and without."""
     found = []
@@ -296,6 +322,7 @@ def program_late(result):
     prefetches(result)
     written(result)
     exposed(result)
+    not_begun(result)
     result["on one rank"] = {
         name: [on_one_rank(name, is_late=is_late) for is_late in (True, False)]
         for name in ON_ONE_RANK
