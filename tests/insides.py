@@ -89,15 +89,25 @@ def follow_groups(optimizer):
     optimizer._follow_groups()
 
 
+def begin(protection):
+    """Has uses of tensors wait, as the call does that begins a step."""
+    for known, added in protection.entries:
+        known.update(added)
+    for kind, tensors in protection.classes:
+        for tensor in tensors:
+            if type(tensor) is kind.__base__:
+                tensor.__class__ = kind
+
+
 # ---- what tests replace: an object, and the name of what it has ----
 
 
-def begin_of_writes():
-    """What gives a tensor the class that waits."""
+def protection_of_writes():
+    """What has tensors wait that a step writes."""
     # Some programs that import this file are to import nothing of Stepwell yet.
-    from stepwell.access import writes
+    from stepwell.access.writes import Writes
 
-    return writes, "_begin"
+    return Writes, "protection"
 
 
 def lane_of(gradients):

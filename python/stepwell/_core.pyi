@@ -938,7 +938,7 @@ class Store:
             ValueError: with nothing changed: a gradient or a parameter was given other memory since
                 the look, or memory overlaps.
         """
-    def submit(self, /, hypers: Sequence[Hyper], *, buffers: Sequence[Any], stream: int, record: Any, order: Sequence[int] | None = None, verified: set[int] | None = None, deferred: Incomplete | None = None, selected: Sequence[tuple[int, bool, Sequence[int]]] | None = None, under_way: tuple[Any, Sequence[tuple[Any, Any | None]]] | None = None, begun: Sequence[Any] = ...) -> bool:
+    def submit(self, /, hypers: Sequence[Hyper], *, buffers: Sequence[Any], stream: int, record: Any, order: Sequence[int] | None = None, verified: set[int] | None = None, deferred: Incomplete | None = None, selected: Sequence[tuple[int, bool, Sequence[int]]] | None = None, protection: tuple[Sequence[tuple[Any, Any]], Sequence[tuple[type, Sequence[Any]]]] = ..., begun: Sequence[Any] = ...) -> bool:
         """
         Starts the step of what the last look has found, in the background: all of it, or nothing.
         Gradients on the device may be written after `release`.
@@ -953,8 +953,8 @@ class Store:
             deferred: how updates are deferred: `predicted_updates`, `steps_pending`, `at_once`, and
                 the `num_settled` of then. None: none is, and all that is pending is applied.
             selected: as `OffloadEngine.submit`; None: no channel is selected.
-            under_way: the class that parameters get whose weights come, and registries of these:
-                dicts that get a value by the parameter's id; None: the parameter itself.
+            protection: what has uses of tensors wait that the step writes: dicts, each with a dict
+                that is put into it, and classes, each with the tensors that get it.
             begun: what is called without arguments when the step has begun, functions of C.
 
         Returns:

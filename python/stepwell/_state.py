@@ -349,7 +349,8 @@ def adam_tensor(
 
 
 def _moment_runs(state: State, moments: str) -> dict[str, torch.Tensor]:
-    return {part.name: local(state[part.name]).contiguous() for part in _MOMENTS[moments]}
+    # Of a stand-in what it stands for.
+    return {part.name: local(state[part.name]).detach().contiguous() for part in _MOMENTS[moments]}
 
 
 def take_fingerprints(param: torch.Tensor, state: State, moments: str) -> None:
@@ -434,7 +435,8 @@ def decode(param: torch.Tensor, state: State) -> State:
     if piece.numel() > 0:
         # The codec of the moments does not look at the parameter: memory that is never touched
         # stands for it.
-        tensor = adam_tensor(_floats((piece.numel(),)), _moment_runs(state, codec))
+        runs = _moment_runs(state, codec)
+        tensor = adam_tensor(_floats((piece.numel(),)), runs)
         _core.read_state(
             tensor, exp_avg=view(decoded["exp_avg"]), exp_avg_sq=view(decoded["exp_avg_sq"])
         )

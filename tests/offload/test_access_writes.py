@@ -3,7 +3,8 @@
 import pytest
 import torch
 import torch.distributed as dist
-from stepwell.access.writes import Writes, Written, forget, remember
+from insides import begin
+from stepwell.access.writes import Writes, Written
 from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
 
 
@@ -12,7 +13,6 @@ class Step:
 
     def __init__(self):
         self.waits = []
-        self.is_last_step = True
         self.meanwhile = []
         """Called in the next wait, each once."""
 
@@ -20,7 +20,6 @@ class Step:
         self.waits.append(list(parts))
         while self.meanwhile:
             self.meanwhile.pop()()
-        return self.is_last_step
 
 
 def fail():
@@ -41,6 +40,10 @@ def written(count=3):
     return [torch.full((3,), float(value)) for value in range(count)]
 
 
+def protect(writes, parts):
+    begin(writes.protection([], parts))
+
+
 def kinds(*tensors):
     return [type(tensor) for tensor in tensors]
 
@@ -48,7 +51,7 @@ def kinds(*tensors):
 def test_a_use_waits_for_its_part_and_ends_the_wait_of_all_that_have_it(step, writes):
     one, other, third = tensors = written()
     part = ["a"]
-    writes.protect({one: part, other: part, third: ["b"]})
+    protect(writes, {one: part, other: part, third: ["b"]})
     assert kinds(*tensors) == [Written] * 3
     assert torch.equal(other + 1, torch.full((3,), 2.0))
     assert step.waits == [[["a"]]]
@@ -60,13 +63,13 @@ def test_a_use_waits_for_its_part_and_ends_the_wait_of_all_that_have_it(step, wr
     assert step.waits == [[["a"]], [["b"]]]
     assert not writes
     writes.wait_for(tensors)
-    writes.wait_for_all()
+    writes.use(None)
     assert len(step.waits) == 2
 
 
 def test_what_one_call_is_given_is_waited_for_at_once_wherever_it_is(step, writes):
     one, other, third = written()
-    writes.protect({one: "a", other: "b", third: "c"})
+    protect(writes, {one: "a", other: "b", third: "c"})
     torch.stack([one, other], out=torch.empty(2, 3))
     torch.add(torch.zeros(3), other=third)
     assert step.waits == [["a", "b"], ["c"]]
@@ -74,68 +77,33 @@ def test_what_one_call_is_given_is_waited_for_at_once_wherever_it_is(step, write
 
 def test_a_wait_ends_the_protection_of_its_own_step_only(step, writes):
     one, other = written(2)
-    writes.protect({one: "a", other: "b"})
+    protect(writes, {one: "a", other: "b"})
     before = writes.num_steps
     # Another thread submits the next step while this one waits.
     step.meanwhile += [
-        lambda: writes.protect({one: "c", other: "d"}),
+        lambda: protect(writes, {one: "c", other: "d"}),
         lambda: writes.clear(before),
     ]
-    one.sum()
+    writes.wait_for([one])
     assert writes.num_steps == before + 1
     assert kinds(one, other) == [Written, Written]
     writes.clear(before)
     assert kinds(one, other) == [Written, Written]
     one.sum()
     assert step.waits == [["a"], ["c"]]
+    assert kinds(one, other) == [torch.Tensor, Written]
     writes.clear(writes.num_steps)
     assert kinds(one, other) == [torch.Tensor, torch.Tensor]
     assert not writes
 
 
-class Chunks:
-    """What waits for flat tensors, part by part."""
-
-    def __init__(self, tensors):
-        self.calls, self.has_part = [], True
-        self.memory = torch.arange(8.0)
-        remember(tensors, self)
-        for tensor in tensors:
-            tensor.__class__ = Written
-
-    def narrow(self, tensor, begin, numel):
-        self.calls.append((begin, numel))
-        return self.memory[begin : begin + numel] if self.has_part else None
-
-    def wait_for(self, tensors):
-        self.calls.append("all")
-        forget(tensors)
-        for tensor in tensors:
-            tensor.__class__ = torch.Tensor
-
-    def wait_for_all(self):
-        raise AssertionError("it is asked for its own")
-
-
-def test_a_part_of_a_flat_tensor_is_asked_for_alone():
-    flat = torch.zeros(8)
-    chunks = Chunks([flat])
-    for dim, begin, numel in ((0, 2, 3), (-1, 0, 8), (0, 8, 0), (0, 0, 1)):
-        assert torch.equal(flat.narrow(dim, begin, numel), chunks.memory[begin : begin + numel])
-        assert chunks.calls.pop() == (begin, numel)
-    assert type(flat) is Written
-    chunks.has_part = False
-    assert torch.equal(flat.narrow(0, 2, 3), torch.zeros(3))
-    assert chunks.calls == [(2, 3), "all"]
-    assert type(flat) is torch.Tensor
-
-
-def test_a_part_beyond_the_tensor_is_torchs_error():
-    flat = torch.zeros(8)
-    chunks = Chunks([flat])
-    with pytest.raises(RuntimeError):
-        flat.narrow(0, 6, 3)
-    assert chunks.calls == ["all"]
+def test_a_use_behind_which_a_step_begins_waits_for_that_as_well(step, writes):
+    (one,) = written(1)
+    protect(writes, {one: "a"})
+    step.meanwhile.append(lambda: protect(writes, {one: "b"}))
+    one.sum()
+    assert step.waits == [["a"], ["b"]]
+    assert type(one) is torch.Tensor
 
 
 @pytest.fixture
@@ -145,10 +113,8 @@ def mesh():
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("is_last_step", [True, False])
-def test_the_local_tensor_of_a_dtensor_waits(mesh, step, writes, is_last_step):
+def test_the_local_tensor_of_a_dtensor_waits(mesh, step, writes):
     whole = DTensor.from_local(torch.zeros(3), mesh, [Replicate()])
-    step.is_last_step = is_last_step
     uses = [
         lambda: whole._local_tensor,
         lambda: whole.to_local(),
@@ -157,7 +123,7 @@ def test_the_local_tensor_of_a_dtensor_waits(mesh, step, writes, is_last_step):
         lambda: setattr(whole, "_local_tensor", torch.ones(3)),
     ]
     for use in uses:
-        writes.protect({whole: "a"})
+        protect(writes, {whole: "a"})
         assert type(whole) is not DTensor
         assert (whole.shape, isinstance(whole, DTensor)) == ((3,), True)
         whole.grad = None
@@ -165,10 +131,8 @@ def test_the_local_tensor_of_a_dtensor_waits(mesh, step, writes, is_last_step):
         use()
         assert step.waits
         assert all(each == ["a"] for each in step.waits)
-        assert (type(whole) is DTensor) == is_last_step
+        assert type(whole) is DTensor
         step.waits.clear()
-    writes.clear(writes.num_steps)
-    assert type(whole) is DTensor
     assert torch.equal(whole.to_local(), torch.ones(3))
 
 
@@ -178,7 +142,7 @@ def test_the_local_tensor_of_a_dtensor_waits(mesh, step, writes, is_last_step):
 def protected(finish):
     writes = Writes(Step().wait, finish)
     tensor = torch.zeros(3)
-    writes.protect({tensor: "a part"})
+    protect(writes, {tensor: "a part"})
     assert type(tensor) is Written
     return writes, tensor
 
@@ -201,3 +165,7 @@ def test_a_step_that_fails_where_the_owner_is_gone_raises():
         with pytest.raises(OSError, match="has failed"):
             tensor.sum()
     assert writes
+    # Where no step comes any more, nothing has to be waited for.
+    writes.close()
+    assert tensor.sum() == 0
+    assert not writes

@@ -11,6 +11,7 @@ import optim_ranks
 import pytest
 import torch
 import torch.distributed as dist
+from insides import begin
 from stepwell.access.guard import WeightGuard
 from stepwell.ranks import gathering
 from stepwell.ranks.agreement import Agreement
@@ -287,7 +288,7 @@ def test_what_is_collected_on_the_gathering_thread_waits_for_it_later():
     try:
         guard = WeightGuard(Uploads(gatherer, core))
         guard.itself = guard
-        guard.protect([param])
+        begin(guard.protection([param]))
         for call in calls:
             call()
         del guard, gatherer, calls, call

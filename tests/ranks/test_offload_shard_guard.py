@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from stepwell.access import guard, shard_guard
+from insides import begin
+from stepwell.access import guard
 from stepwell.access.guard import Forwards
 from stepwell.access.shard_guard import ShardGuard
 from torch.distributed.device_mesh import init_device_mesh
@@ -53,6 +54,9 @@ class Case:
         self.uploads = Uploads()
         self.guard = ShardGuard(self.params, self.uploads, Forwards(), modules(self.shards))
 
+    def protect(self, params):
+        begin(self.guard.protection(params))
+
     def under_way(self):
         found = [self.guard.is_under_way(param) for param in self.params]
         assert self.guard.any_under_way == any(found)
@@ -76,15 +80,15 @@ def test_uses_of_shards_wait_for_them_once(mesh):
     case = Case(mesh)
     first, second = case.shards
     assert case.under_way() == [False, False, False]
-    case.guard.protect([case.plain])
+    case.protect([case.plain])
     assert case.under_way() == [True, False, False]
     case.guard.clear(case.guard.num_steps)
-    case.guard.protect([first])
+    case.protect([first])
     assert case.under_way() == [False, True, False]
     first.to_local()
     assert same(case.uploads.waits.pop(), [first])
     assert case.under_way() == [False, False, False]
-    case.guard.protect(case.params)
+    case.protect(case.params)
     assert case.under_way() == [True, True, True]
     first.to_local()
     assert same(case.uploads.waits.pop(), [first])
@@ -100,9 +104,9 @@ def test_uses_of_shards_wait_for_them_once(mesh):
 
 def test_all_that_is_waited_for_is_plain_again(mesh):
     case = Case(mesh)
-    case.guard.protect(case.params)
+    case.protect(case.params)
     case.guard.wait_for(case.params[:2])
-    assert same(case.uploads.waits[0], case.params[:2])
+    assert same([each for waited in case.uploads.waits for each in waited], case.params[:2])
     assert case.under_way() == [False, False, True]
     # Of a step before.
     case.guard.clear(case.guard.num_steps - 1)
@@ -124,7 +128,7 @@ def test_shards_are_plain_when_their_optimizer_is_gone(mesh, fails):
             raise OSError("failed")
 
     uploads.finish = finish_or_fail
-    case.guard.protect(shards)
+    case.protect(shards)
     del case
     gc.collect()
     assert uploads.num_finished == 1
@@ -134,7 +138,7 @@ def test_shards_are_plain_when_their_optimizer_is_gone(mesh, fails):
 def test_nothing_is_waited_for_when_an_optimizer_is_gone_that_has_landed(mesh):
     case = Case(mesh)
     uploads = case.uploads
-    case.guard.protect(case.shards)
+    case.protect(case.shards)
     case.guard.clear(case.guard.num_steps)
     del case
     gc.collect()
@@ -144,10 +148,8 @@ def test_nothing_is_waited_for_when_an_optimizer_is_gone_that_has_landed(mesh):
 def test_a_traced_use_is_noted(mesh, monkeypatch):
     case = Case(mesh)
     for is_compiling in (False, True, False):
-        monkeypatch.setattr(
-            shard_guard, "is_compiling", lambda is_compiling=is_compiling: is_compiling
-        )
-        case.guard.protect(case.shards)
+        monkeypatch.setattr(guard, "is_compiling", lambda is_compiling=is_compiling: is_compiling)
+        case.protect(case.shards)
         before = case.guard.was_compiled
         case.shards[0].to_local()
         assert case.guard.was_compiled == (before or is_compiling)
@@ -180,7 +182,7 @@ def test_shards_of_other_classes_are_exposed_and_not_guarded(mesh):
     first._local_tensor = first._local_tensor.as_subclass(Own)
     second.__class__ = OtherDTensor
     assert case.exposed() == [False, True, True]
-    case.guard.protect(case.shards)
+    case.protect(case.shards)
     assert case.under_way() == [False, False, False]
 
 
@@ -230,7 +232,7 @@ def test_the_memory_that_fsdp_reads_is_guarded(mesh, is_older):
     found[0].offload_to_cpu, found[1].offload_to_cpu = True, False
     assert [case.guard.is_reduced(param) for param in case.params] == [False, False, True]
     assert case.exposed() == [False, False, True]
-    case.guard.protect(case.shards)
+    case.protect(case.shards)
     assert case.under_way() == [False, True, False]
     found[0]._sharded_param_data.sum()
     assert same(case.uploads.waits[0], case.shards[:1])

@@ -3,6 +3,7 @@
 A step does not begin before something waits for it. So what does not wait reads old weights.
 """
 
+import contextlib
 import gc
 import io
 import threading
@@ -11,10 +12,10 @@ import torch
 from deepspeed_engines import configuration, initialize, perceptron, squared, train, vectors
 from deepspeed_offload_param_programs import offloaded, weights
 from insides import (
-    begin_of_writes,
     core_of_partitions,
     make_partitions_late,
     partitions_of,
+    protection_of_writes,
     writes_under_way,
 )
 from late_engine import GATHERS, SECONDS_MAX, late_ranks
@@ -169,6 +170,31 @@ def exposed(result):
     engine.destroy()
 
 
+def not_begun(result):
+    """Persistent weights behind a step that was left when all of it was ready."""
+    import deepspeed
+
+    def bias():
+        with deepspeed.zero.GatheredParameters([engine.module[2].bias]):
+            return engine.module[2].bias.detach().clone()
+
+    engine, _, _ = trained_late(offloaded(persistent=100), is_late=False)
+    partitions = partitions_of(engine.optimizer)
+    before, submit = bias(), partitions.submit
+
+    def leave(*_, **__):
+        raise LeftError("no step")
+
+    partitions.submit = leave
+    with contextlib.suppress(LeftError):
+        train(engine, vectors(1, first=60), squared)
+    partitions.submit = submit
+    result["not begun"] = before, bias()
+    train(engine, vectors(1, first=61), squared)
+    result["begun"] = before, bias()
+    engine.destroy()
+
+
 def moved():
     """Losses with states that went to host memory and back, and without."""
     found = []
@@ -296,6 +322,7 @@ def program_late(result):
     prefetches(result)
     written(result)
     exposed(result)
+    not_begun(result)
     result["on one rank"] = {
         name: [on_one_rank(name, is_late=is_late) for is_late in (True, False)]
         for name in ON_ONE_RANK
@@ -437,16 +464,12 @@ def left(name):
     from stepwell.deepspeed.zero.operands import Operands
 
     engine, rank = initialize(deep(), RANKS[name]("module")), torch.distributed.get_rank()
-    bias, begin = engine.module[2][0].bias, getattr(*begin_of_writes())
+    bias = engine.module[2][0].bias
 
     def leave(*_):
         raise LeftError("no memory")
 
-    def begin_and_leave(tensor):
-        begin(tensor)
-        leave()
-
-    of, protect = (Operands, "of", leave), (*begin_of_writes(), begin_and_leave)
+    of, protect = (Operands, "of", leave), (*protection_of_writes(), leave)
     found = []
     cases = [((), of), ((0, 1), of), ((0, 1), protect), ((), of), ((1,), of)]
     for step, (raising, place) in enumerate(cases):

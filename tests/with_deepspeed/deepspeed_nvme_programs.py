@@ -21,7 +21,7 @@ from deepspeed_engines import (
     train,
 )
 from deepspeed_release import fp32_sums
-from insides import core_of_partitions, partitions_of, swapped_of_zero
+from insides import core_of_partitions, partitions_of
 
 STEPS = 3
 WIDTH = 64
@@ -255,15 +255,14 @@ def whole_state_of(engine):
 
 def look_before_steps(patched, engine, look):
     """As another thread may: when a step is ready, and before it is submitted."""
-    swapped = swapped_of_zero(engine.optimizer)
-    leaving = swapped.leaving
+    partitions = partitions_of(engine.optimizer)
+    submit = partitions.submit
 
-    def looked_at(groups):
-        calls = leaving(groups)
+    def looked_at(*args, **kwargs):
         look(engine)
-        return calls
+        submit(*args, **kwargs)
 
-    patched.setattr(swapped, "leaving", looked_at)
+    patched.setattr(partitions, "submit", looked_at)
 
 
 def full_drive(result, at):

@@ -81,6 +81,11 @@ def test_a_step_waits_for_what_can_be_reached_otherwise(runs):
     assert runs["exposed no more"]
 
 
+def test_a_step_that_has_not_begun_leaves_persistent_weights(runs):
+    assert torch.equal(*runs["not begun"])
+    assert not torch.equal(*runs["begun"])
+
+
 @pytest.mark.parametrize("name", ON_ONE_RANK)
 def test_zero_2_on_one_rank_waits(runs, name):
     (was_late, found), (_, expected) = runs["on one rank"][name]

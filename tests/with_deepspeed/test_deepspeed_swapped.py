@@ -4,12 +4,13 @@ import copy
 import errno
 import gc
 import os
+import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import stepwell
 import torch
-from stepwell.access import writes
-from stepwell.access.writes import Written
 from stepwell.store.volume import Volume
 from swapped_partitions import (
     BF16,
@@ -25,14 +26,17 @@ from swapped_partitions import (
     pieces_of,
 )
 
+SECONDS_MAX = 60
+
 
 def tensors_of(run, group=0):
     """What of a partition is on the volume."""
     return list(run.swapped.leases[group].tensors.values())
 
 
-def in_use_of(run):
-    return run.swapped.in_use(range(len(NUMELS)))
+def are_away(run):
+    """Of the partitions with elements, whether their state is on the volume."""
+    return [lease.is_away for lease in run.swapped.leases.values()]
 
 
 @pytest.fixture
@@ -90,21 +94,20 @@ def test_which_partitions_are_on_the_volume(volume):
 
 
 def test_state_that_nothing_looks_at_stays_on_the_volume(volume):
-    in_use = []
+    away = []
     run = Run(volume)
     # Nor does the first step, which goes on from nothing.
-    run.step(0, before_submit=lambda: in_use.extend(in_use_of(run)))
+    run.step(0, before_submit=lambda: away.extend(are_away(run)))
     run.partitions.finish()
-    assert len(in_use) == 0
+    assert away == [True, True]
     read, written = run.moved()
     run.steps(1, 1)
-    assert len(in_use_of(run)) == 0
     again, more = run.moved()
     # Records are whole blocks.
     state = STATE_BYTES * sum(NUMELS)
     assert state <= again - read < state + SIZE
     assert state <= more - written
-    assert {type(each) for each in tensors_of(run)} == {Written}
+    assert are_away(run) == [True, True]
     # What describes them reads nothing.
     assert [each.shape for each in tensors_of(run)] == [(NUMELS[0],)] * 3
     assert run.read() == again
@@ -117,18 +120,15 @@ def test_a_use_brings_all_of_a_partition_and_what_is_written_counts(volume):
     run, expected = Run(volume).steps(2), Run().steps(2)
     for each in (run, expected):
         each.state()["exp_avg"].mul_(2.0)
-    assert {type(each) for each in tensors_of(run)} == {torch.Tensor}
-    assert {type(each) for each in tensors_of(run, 2)} == {Written}
+    assert are_away(run) == [False, True]
     for each in (run, expected):
         with torch.no_grad():
             each.masters[0].add_(1.0)
             each.masters[2].zero_()
-    storages = {each.data_ptr() for each in in_use_of(run)}
-    brought = [*tensors_of(run), *tensors_of(run, 2)]
-    assert storages == {each.untyped_storage().data_ptr() for each in brought}
+    assert are_away(run) == [False, False]
     for each in (run, expected):
         each.steps(1, 2)
-    assert {type(each) for each in tensors_of(run)} == {Written}
+    assert are_away(run) == [True, True]
     assert_same(run, expected)
     assert_same(run.steps(1, 3), expected.steps(1, 3))
 
@@ -167,11 +167,10 @@ def test_a_look_at_a_part_brings_its_chunks_alone(volume):
         assert torch.equal(found, expected.state()[name].narrow(0, first, numel))
     run.masters[0].narrow(0, SIZE, 1).sum()
     assert one <= run.read() - begin < 2 * one
-    assert {type(each) for each in tensors_of(run)} == {Written}
+    assert are_away(run) == [True, True]
     # The step goes on from the volume, and reads the rest of it alone.
     read = run.read()
     run.steps(1, 2)
-    assert len(in_use_of(run)) == 0
     again = run.read()
     assert_same(run, expected.steps(1, 2))
     assert again - read >= STATE_BYTES * sum(NUMELS)
@@ -196,8 +195,8 @@ def test_a_whole_that_is_used_behind_a_part_has_what_was_written_to_it(volume):
     assert run.state()["exp_avg"][0] == 9.0
     # The first chunk is there.
     assert STATE_BYTES * SIZE <= run.read() - read < 2 * STATE_BYTES * SIZE
-    # Plain tensors are no matter of the volume's.
-    assert run.swapped.leases[0].narrow(run.state()["exp_avg"], 0, 1) is None
+    # And so has a part of what is there as a whole.
+    assert run.state()["exp_avg"].narrow(0, 0, 1) == 9.0
 
 
 # A scale is of 32 elements.
@@ -216,7 +215,7 @@ def test_a_use_waits_for_the_step(volume):
     run.step(0)
     run.step(1)
     assert run.late.is_late
-    assert type(run.state()["exp_avg"]) is Written
+    assert run.state()["exp_avg"].shape == (NUMELS[0],)
     assert run.late.is_late
     assert torch.equal(run.state()["exp_avg"].clone(), expected.state()["exp_avg"])
     assert not run.late.is_late
@@ -230,15 +229,6 @@ def test_state_is_used_when_nothing_steps_any_more(volume):
     gc.collect()
     assert torch.equal(state["exp_avg"].clone(), expected.state()["exp_avg"])
     assert 0 in swapped.leases
-
-
-def test_all_of_it_is_brought(volume):
-    """As where torch has given the class of a tensor to another one."""
-    run, expected = Run(volume).steps(2), Run().steps(2)
-    for lease in run.swapped.leases.values():
-        lease.wait_for_all()
-    assert {type(each) for each in (*tensors_of(run), *tensors_of(run, 2))} == {torch.Tensor}
-    assert_same(run, expected)
 
 
 def test_a_drive_without_room_for_a_look_is_named_and_harms_nothing(volume, monkeypatch):
@@ -267,7 +257,58 @@ def looked_at_a_part(run):
 def test_a_look_of_another_thread_before_the_submit(volume, look):
     run, expected = Run(volume).steps(2), Run().steps(3)
     run.step(2, before_submit=lambda: look(run))
-    assert {type(each) for each in tensors_of(run)} == {Written}
+    assert are_away(run) == [True, True]
+    assert_same(run, expected)
+
+
+class Slow(torch.Tensor):
+    """A function that is given one has begun, and goes on when it may."""
+
+    has_begun, may_go_on = threading.Event(), threading.Event()
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        cls.has_begun.set()
+        assert cls.may_go_on.wait(SECONDS_MAX)
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+@pytest.fixture
+def slow():
+    """Makes ones of which each use is slow, once, until it may go on."""
+    Slow.has_begun, Slow.may_go_on = threading.Event(), threading.Event()
+    yield lambda numel: torch.ones(numel).as_subclass(Slow)
+    Slow.may_go_on.set()
+
+
+LOOKS = {
+    "moment": lambda run, ones: torch.dot(run.state()["exp_avg"], ones(NUMELS[0])),
+    "part of a moment": lambda run, ones: torch.dot(
+        run.state()["exp_avg"].narrow(0, SIZE - 1, 3), ones(3)
+    ),
+    "master": lambda run, ones: torch.mul(ones(NUMELS[0]), other=run.masters[0].data),
+    "piece": lambda run, ones: torch.dot(pieces_of(run)[0], ones(3)),
+    "several": lambda run, ones: torch.cat(
+        [run.state()["exp_avg"], ones(1), run.state(2)["exp_avg_sq"]]
+    ),
+}
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+@pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS)
+def test_a_step_begins_behind_a_look_that_is_under_way(volume, slow, look, is_there):
+    run, expected = Run(volume).steps(2), Run().steps(2)
+    before = look(expected, torch.ones)
+    if is_there:
+        run.found()
+    with ThreadPoolExecutor(1) as pool:
+        looked = pool.submit(look, run, slow)
+        assert Slow.has_begun.wait(SECONDS_MAX)
+        # What was brought is let go of, and brought anew.
+        assert_same(run.steps(2, 2), expected.steps(2, 2))
+        Slow.may_go_on.set()
+        found = looked.result(SECONDS_MAX).as_subclass(torch.Tensor)
+    assert torch.equal(found, before)
     assert_same(run, expected)
 
 
@@ -316,7 +357,7 @@ def test_state_that_is_changed_while_it_is_on_the_volume(volume, change, weight)
     for each in (run, expected):
         change(each)
         each.steps(1, 2)
-    assert {type(each) for each in tensors_of(run)} == {Written}
+    assert are_away(run) == [True, True]
     # The optimizer has what is on the volume.
     own = run.swapped.leases[0].state()
     assert all(run.state()[name] is own[name] for name in MOMENTS)
@@ -343,10 +384,10 @@ def test_pieces_go_where_the_master_goes(volume, steps):
         )
         for each in (run, expected):
             each.steps(1, number)
-        assert {type(each) for each in found} == {Written}
+        assert are_away(run) == [True, True]
     # All of the partition is brought, and the pieces lie in it.
     master = run.masters[0].detach()
-    assert {type(each) for each in found} == {torch.Tensor}
+    assert are_away(run) == [False, True]
     assert [each.data_ptr() for each in found] == [master[begin:].data_ptr() for begin, _ in PIECES]
     assert all(map(torch.equal, found, others))
 
@@ -357,13 +398,13 @@ def test_a_piece_brings_its_chunks_alone(volume):
     read = run.read()
     assert torch.equal(found[0] + 0, others[0])
     assert STATE_BYTES * SIZE <= run.read() - read < 2 * STATE_BYTES * SIZE
-    assert [type(each) for each in found] == [torch.Tensor, Written, Written]
+    assert are_away(run) == [True, True]
     for each in (found, others):
         each[0].fill_(5.0)
     # It is there already.
     address, read = found[0].data_ptr(), run.read()
-    run.swapped.leases[0].wait_for(found[:1])
     assert (found[0].data_ptr(), run.read()) == (address, read)
+    assert found[0].sum() == 15.0
     for each in (run, expected):
         each.steps(1, 2)
     assert_same(run, expected)
@@ -381,7 +422,7 @@ def test_a_piece_of_a_partition_in_memory_stays_there(volume):
     run.masters[0].detach()
     pieces = pieces_of(run)
     read = run.read()
-    run.swapped.leases[0].wait_for([*pieces, run.masters[0]])
+    assert all(torch.isfinite(each).all() for each in (*pieces, run.masters[0]))
     assert run.read() == read
     assert pieces[0].data_ptr() == run.masters[0].data_ptr()
 
@@ -391,7 +432,9 @@ def test_pieces_are_given_out_anew(volume):
     old = pieces_of(run)
     new = pieces_of(run, PIECES[:2])
     assert len(new) == 2
-    assert not {id(each) for each in old} & writes._WAITING.keys()
+    gone = [weakref.ref(each) for each in old]
+    del old
+    assert [each() for each in gone] == [None] * len(PIECES)
     run.step(2)
     expected = Run().steps(3)
     assert all(map(torch.equal, new, pieces_of(expected, PIECES[:2])))

@@ -34,7 +34,8 @@ from stepwell.access.shard_guard import ShardGuard
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
-    from stepwell.access.guard import UnderWayIn, Uploads
+    from stepwell.access.guard import Uploads
+    from stepwell.access.writes import Protection
 
 
 __all__ = ["LANDING_BYTES_MAX", "Gate", "remove"]
@@ -182,20 +183,9 @@ class Gate:
         """No step comes until weights are attached again. All of the last one are there."""
         self.guard, self._uncovered = None, []
 
-    def open(self, params: Iterable[torch.Tensor], exposed: Iterable[torch.Tensor] = ()) -> None:
-        """From now on uses of `params` wait. Call it before the step is submitted.
-
-        Args:
-            params: as `opening` has it.
-            exposed: likewise.
-        """
-        params = list(params)
-        if self.guard is not None and self.opening(params, exposed) is not None:
-            self.guard.protect(params)
-
     def opening(
         self, params: Iterable[torch.Tensor], exposed: Iterable[torch.Tensor] = ()
-    ) -> UnderWayIn | None:
+    ) -> Protection | None:
         """What the call that begins a step does, for uses of `params` to wait from then on.
 
         None: the gate is closed.
@@ -210,9 +200,10 @@ class Gate:
         if self.guard is None or not self.is_open:
             return None
         params = list(params)
-        self._uncovered = self.not_covered(params, exposed)
         self._is_entered = False
-        return self.guard.protection(params)
+        found = self.guard.protection(params)
+        found.entries.append((vars(self), {"_uncovered": self.not_covered(params, exposed)}))
+        return found
 
     def exposed(
         self, params: Iterable[torch.Tensor], held: Collection[int] = ()
@@ -239,19 +230,14 @@ class Gate:
         covered = self._covered.difference(map(id, exposed))
         return [param for param in params if id(param) not in covered]
 
-    @property
-    def uncovered(self) -> list[torch.Tensor]:
-        """What `wait_for_uncovered` waits for next."""
-        return self._uncovered
-
     def wait_for_uncovered(self) -> None:
         """Waits for the weights that no forward is known to wait for, and for those exposed."""
         if self.guard is not None and self._uncovered:
             step = self.guard.num_steps
             # A program may have a way to them that no guard sees.
             self.guard.confirm()
-            if self.guard.wait_for(self._uncovered):
-                self._clear_uncovered(step)
+            self.guard.wait_for(self._uncovered)
+            self._clear_uncovered(step)
 
     def _clear_uncovered(self, step: int) -> None:
         # Not those of a step that another thread has begun meanwhile.
@@ -301,8 +287,9 @@ class Gate:
 
     def finish(self) -> None:
         """The current stream waits for all weights."""
-        step = 0 if self.guard is None else self.guard.num_steps
-        if self.guard is None or self.guard.finish():
+        if self.guard is not None:
+            step = self.guard.num_steps
+            self.guard.finish()
             self._clear_uncovered(step)
 
     def clear(self, step: int) -> None:

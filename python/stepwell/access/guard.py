@@ -1,7 +1,7 @@
 """Makes every use of a parameter in Python wait while the parameter's new weight is under way.
 
 It is under way from the call that submits the step until the step's stream has waited for it. As
-long as it is, the parameter's class is `UnderWay`, whose uses wait (see `under_way`). Within a
+long as it is, the parameter's class is `UnderWay`, whose uses wait (see `writes`). Within a
 forward that the gate sees a use waits for its own weight. Outside of forwards it is a look: the
 first one waits for all weights, with all updates. Operations without such a parameter never come
 here and cost nothing.
@@ -17,39 +17,31 @@ Cost per parameter and step: two assignments of a class, a look at a counter, tw
 from __future__ import annotations
 
 import abc
-import contextlib
 import threading
 from collections import Counter
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn import Parameter
 
 from stepwell._tensors import COUNT_ALONE, COUNT_ALONE_IN_PYTHON, references
-from stepwell.access.finalizers import finalize
-from stepwell.access.under_way import end, set_grad, under_way_of, without_waiting
+from stepwell.access.descriptive import set_grad, without_waiting
+from stepwell.access.writes import Writes, is_compiling, is_under_way
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
 
+    from stepwell.access.writes import Protection
 
 __all__ = ["Forwards", "Uploads", "WeightGuard", "clear_grads", "exposed"]
-
-
-UnderWayIn: TypeAlias = "tuple[type[torch.Tensor], list[tuple[dict[int, Any], object]]]"
-"""As `Store.submit` has it under `under_way`."""
 
 
 class Uploads(abc.ABC):
     """The new weights on their way to the device, and what a use of them has to wait for beside."""
 
     @abc.abstractmethod
-    def wait(self, params: Iterable[torch.Tensor], /) -> bool:
-        """The current stream and the step's stream wait for the weights of `params`.
-
-        Returns whether these are the weights of the last step, so that no later use has to wait for
-        them; not so while a step is being submitted.
-        """
+    def wait(self, params: Iterable[torch.Tensor], /) -> None:
+        """The current stream and the step's stream wait for the weights of `params`."""
 
     @abc.abstractmethod
     def finish(self) -> None:
@@ -87,40 +79,40 @@ class WeightGuard:
     Args:
         uploads: their new weights.
         forwards: the forwards that a thread is in; None: none is known.
+        finish: waits for all weights, without this guard; None: as `uploads` does.
     """
 
-    def __init__(self, uploads: Uploads, forwards: Forwards | None = None) -> None:
+    def __init__(
+        self,
+        uploads: Uploads,
+        forwards: Forwards | None = None,
+        finish: Callable[[], None] | None = None,
+    ) -> None:
         self.uploads = uploads
         self._forwards = Forwards() if forwards is None else forwards
-        self._under_way: dict[int, Parameter] = {}
-        self.num_steps = 0
-        """How often weights were protected: a wait ends the protection of its own step only."""
+        self._writes: Writes[torch.Tensor] = Writes(
+            self.wait, uploads.finish if finish is None else finish, self.use
+        )
         self.was_compiled = False
         """Whether torch.compile has traced a use. What it compiles depends on the class."""
-        # A thread ends a protection while another begins one; so may a signal's handler within.
-        self._lock = threading.RLock()
-        finalize(self, _abandon, self._under_way, uploads)
 
-    def protect(self, params: Iterable[torch.Tensor]) -> None:
-        """From now on uses of `params` wait. Call it before the step is submitted.
+    @property
+    def num_steps(self) -> int:
+        """As `Writes` has it."""
+        return self._writes.num_steps
+
+    def protection(self, params: Iterable[torch.Tensor]) -> Protection:
+        """What the call that begins a step does, for uses of `params` to wait from then on.
 
         Parameters that are not exactly a `torch.nn.Parameter` are left out, see `exposed`.
         """
         params = list(params)
-        kind, registries = self.protection(params)
-        for param in params:
-            if type(param) is Parameter:
-                # First: so Ctrl-C leaves no parameter whose class stays changed.
-                for registry, value in registries:
-                    registry[id(param)] = value or param
-                param.__class__ = kind  # type: ignore[assignment]
+        own = [param for param in params if type(param) is Parameter]
+        return self._writes.protection(own, self.parts(params))
 
-    def protection(self, params: Iterable[torch.Tensor]) -> UnderWayIn:
-        """What the call that begins a step does to `params`, for uses to wait from then on."""
-        with self._lock:
-            self.num_steps += 1
-        kind, registry = under_way_of(self, self.uploads.finish)
-        return kind, [(self._under_way, None), registry]
+    def parts(self, params: Iterable[torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
+        """The tensors beside plain parameters whose uses wait, with the parameters they are of."""
+        return {}
 
     def exposed(
         self,
@@ -143,19 +135,24 @@ class WeightGuard:
 
     def is_under_way(self, param: torch.Tensor) -> bool:
         """Whether the step's stream has not waited for `param` yet."""
-        return id(param) in self._under_way
+        return self._writes.holds(param)
 
     @property
     def any_under_way(self) -> bool:
         """Whether there is a parameter for which the step's stream has not waited."""
-        return bool(self._under_way)
+        return bool(self._writes)
 
-    def use(self, params: Iterable[torch.Tensor], /) -> None:
-        """Waits for `params`, which are about to be used; outside of forwards as `look`."""
-        if self._forwards.outermost is not None:
-            self.enter(params)
-        else:
+    def use(self, tensors: Sequence[torch.Tensor] | None) -> None:
+        """Waits for `tensors`, which are about to be used; None: for all.
+
+        A use of a plain parameter outside of forwards is a look.
+        """
+        self.was_compiled |= is_compiling()
+        is_in_forward = self._forwards.outermost is not None
+        if tensors is None or (not is_in_forward and any(map(is_under_way, tensors))):
             self.look()
+        else:
+            self.enter(tensors)
 
     def look(self) -> None:
         """The current stream waits for all weights, with all updates, which a program looks at."""
@@ -176,31 +173,22 @@ class WeightGuard:
 
         In training that reads the weights that have landed, also where updates are deferred.
         """
-        self.wait_for([param for param in params if id(param) in self._under_way])
+        self._writes.wait_for(params)
 
-    def wait_for(self, params: Sequence[torch.Tensor]) -> bool:
-        """The current stream waits for all of `params`, protected or not.
+    def wait_for(self, params: Sequence[torch.Tensor]) -> None:
+        """The current stream waits for all of `params`, protected or not."""
+        self._writes.wait_for_parts(params)
 
-        Returns whether these are the weights of the last step.
-        """
-        if not params:
-            return True
-        step = self.num_steps
-        with without_waiting():
-            is_last_step = self.uploads.wait(params)
-        if is_last_step:
-            self._end(params, step)
-        return is_last_step
+    def wait(self, params: Sequence[torch.Tensor]) -> None:
+        """As `Uploads.wait`."""
+        self.uploads.wait(params)
 
-    def finish(self) -> bool:
-        """The current stream waits for all weights. Returns whether they are of the last step."""
+    def finish(self) -> None:
+        """The current stream waits for all weights."""
         step = self.num_steps
         with without_waiting():
             self.uploads.finish()
-            is_last_step = self.uploads.wait(())
-        if is_last_step:
-            self.clear(step)
-        return is_last_step
+        self.clear(step)
 
     def clear(self, step: int) -> None:
         """All weights of the step have arrived, or the step's stream has waited for them.
@@ -208,14 +196,7 @@ class WeightGuard:
         Args:
             step: `num_steps` as it was before that was waited for.
         """
-        self._end(list(self._under_way.values()), step)
-
-    def _end(self, params: Iterable[torch.Tensor], step: int) -> None:
-        with self._lock:
-            # Weights of a step that was begun meanwhile stay protected.
-            if step == self.num_steps:
-                for param in params:
-                    _restore(self._under_way, param)
+        self._writes.clear(step)
 
 
 def exposed(
@@ -271,18 +252,3 @@ def clear_grads(params: Iterable[torch.Tensor]) -> None:
     with without_waiting():
         for param in params:
             set_grad(param, None)
-
-
-def _restore(under_way: dict[int, Parameter], param: torch.Tensor) -> None:
-    if under_way.pop(id(param), None) is not None:
-        end(param)
-
-
-def _abandon(under_way: dict[int, Parameter], uploads: Uploads) -> None:
-    """The optimizer is gone: its parameters are plain ones again."""
-    if under_way:
-        # A step that failed has raised its error already, or no caller is left.
-        with contextlib.suppress(OSError, ValueError), without_waiting():
-            uploads.finish()
-        for param in list(under_way.values()):
-            _restore(under_way, param)

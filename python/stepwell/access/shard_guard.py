@@ -16,7 +16,6 @@ Cost per parameter and step: three assignments of a class, and a dozen entries o
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -25,13 +24,11 @@ import torch
 from typing_extensions import override
 
 from stepwell._sharding import is_dtensor, is_exactly_dtensor
-from stepwell.access.finalizers import finalize
-from stepwell.access.guard import Forwards, UnderWayIn, Uploads, WeightGuard, exposed
-from stepwell.access.under_way import is_compiling, without_waiting
-from stepwell.access.writes import ThreadWait, Writes
+from stepwell.access.guard import Forwards, Uploads, WeightGuard, exposed
+from stepwell.access.writes import ThreadWait
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
 __all__ = ["ShardGuard"]
 
@@ -53,31 +50,19 @@ class ShardGuard(WeightGuard):
         forwards: Forwards,
         modules: Iterable[torch.nn.Module],
     ) -> None:
-        super().__init__(uploads, forwards)
         self._shards = {param for param in params if is_dtensor(param)}
         # What FSDP2 has of each, which may get other memory; by the parameter's id.
         self._of_fsdp: dict[int, weakref.ref[Any]] = {
             id(each.sharded_param): weakref.ref(each) for each in _fsdp_params(modules)
         }
         self._thread_wait = ThreadWait(next(iter(params)).device)
-        finish = partial(_finish, self._thread_wait, uploads)
-        self._writes: Writes[torch.Tensor] = Writes(self._wait_for_shards, finish)
-        finalize(self, _end, self._writes, finish)
+        super().__init__(uploads, forwards, partial(_finish, self._thread_wait, uploads))
 
     @override
     def is_reduced(self, param: torch.Tensor) -> bool:
         reference = self._of_fsdp.get(id(param))
         # Gradients that FSDP2 offloads may still be on their way to where they are read.
         return reference is not None and not getattr(reference(), "offload_to_cpu", True)
-
-    @property
-    @override
-    def any_under_way(self) -> bool:
-        return super().any_under_way or bool(self._writes)
-
-    @override
-    def is_under_way(self, param: torch.Tensor) -> bool:
-        return super().is_under_way(param) or self._writes.holds(param)
 
     @override
     def exposed(
@@ -114,38 +99,31 @@ class ShardGuard(WeightGuard):
         return found if is_plain and is_one and is_exactly_dtensor(shard) else []
 
     @override
-    def protection(self, params: Iterable[torch.Tensor]) -> UnderWayIn:
+    def parts(self, params: Iterable[torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
         # Of each shard other tensors have the memory, whose classes change too.
         parts: dict[torch.Tensor, torch.Tensor] = {}
         for shard in [param for param in params if param in self._shards]:
             if memories := self._memories(shard):
                 parts.update(dict.fromkeys([shard, *memories], shard))
-        self._writes.protect(parts)
-        return super().protection(params)
+        return parts
 
     @override
-    def enter(self, params: Iterable[torch.Tensor]) -> None:
-        params = list(params)
-        super().enter(params)
-        self._writes.wait_for(params)
-
-    @override
-    def wait_for(self, params: Sequence[torch.Tensor]) -> bool:
-        is_last_step = super().wait_for(params)
-        self._writes.wait_for(params)
-        return is_last_step
+    def wait(self, params: Sequence[torch.Tensor]) -> None:
+        shards = [param for param in params if param in self._shards]
+        others = [param for param in params if param not in self._shards]
+        if others:
+            super().wait(others)
+        if shards:
+            # FSDP2 gathers on streams that come after no other.
+            with self._thread_wait.waiting():
+                super().wait(shards)
 
     @override
     def clear(self, step: int) -> None:
-        super().clear(step)
         if step == self.num_steps:
-            self._writes.wait_for_all()
-
-    def _wait_for_shards(self, shards: Iterable[torch.Tensor]) -> bool:
-        self.was_compiled |= is_compiling()
-        # FSDP2 gathers on streams that come after no other.
-        with without_waiting(), self._thread_wait.waiting():
-            return self.uploads.wait(shards)
+            # As `wait` has it.
+            self._writes.wait_for(self._shards)
+        super().clear(step)
 
 
 def _fsdp_params(modules: Iterable[torch.nn.Module]) -> list[Any]:
@@ -175,11 +153,3 @@ def _bases(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 def _finish(thread_wait: ThreadWait, uploads: Uploads) -> None:
     with thread_wait.waiting():
         uploads.finish()
-
-
-def _end(writes: Writes[torch.Tensor], finish: Callable[[], None]) -> None:
-    """The optimizer is gone: its shards are plain again when they have landed."""
-    if writes:
-        # A step that failed has raised its error already, or no caller is left.
-        with contextlib.suppress(OSError, ValueError), without_waiting():
-            finish()

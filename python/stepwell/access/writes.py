@@ -1,99 +1,122 @@
 """What a step in the background writes: its first use waits for that part of the step.
 
-Between `Writes.protect`, just before the step is submitted, and its first use or the end of the
-step, such a tensor has the class `Written`. What leads to its memory (a function of torch that is
-given it, `.data`, an operator) asks for `__torch_function__`, which waits. Then it is a plain
-tensor again, on all threads. What describes it (shape, dtype, attributes that a program has given
-it) does not wait.
+From the call that begins the step until its first use or the end of the step, such a tensor has
+another class: a parameter `UnderWay`, a plain tensor `Written`, a DTensor one that is made of its
+own. What leads to its memory (a function of torch that is given it, `.data`, an operator) asks for
+`__torch_function__`, which waits. Then it has its own class again, on all threads. What describes
+it (shape, dtype, attributes that a program has given it) does not wait. Other tensors cost nothing.
 
-- The thread waits until the memory has its final values, and work that is launched from then on
-  reads them, on any stream. So a copy to a device comes after the workers' writes without an event.
-  On a device it waits for uploads (`ThreadWait`), and not for the program's work: what gathers
-  weights reads them on streams that come after no other.
-- A DTensor has the class `WrittenShard` meanwhile: its local tensor is asked for by C++ as an
-  attribute, which waits too.
+- How a use waits is its owner's matter. Of what the owner does not have a guard for, the thread
+  waits until the memory has its final values, and work that is launched from then on reads them, on
+  any stream. On a device it waits for uploads (`ThreadWait`), and not for the program's work: what
+  gathers weights reads them on streams that come after no other.
+- The local tensor of a DTensor is asked for by C++ as an attribute, which waits too.
 
 Memory may be reached without the tensor, by a view or an array that was taken earlier. The number
 of references to its storage shows that (`guard.exposed`); then the step has to wait by itself.
 
-Not seen: raw pointers, and code in C++ that takes a tensor past torch's functions.
+Not seen: raw pointers, and code in C++ that takes a tensor past torch's functions (torch.tensor,
+assignment to `.data`, transforms of torch.func, TorchScript, extensions of pybind).
 
-Cost per tensor and step: two assignments of a class, two entries of a dict.
+Cost per tensor and step: two assignments of a class, a few entries of dicts.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
+from torch.nn import Parameter
 from torch.utils._pytree import tree_leaves
 
-from stepwell.access.under_way import DESCRIPTIVE, without_waiting
+from stepwell.access.descriptive import DESCRIPTIVE, without_waiting
+from stepwell.access.finalizers import finalize
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-__all__ = ["ThreadWait", "Waiting", "Writes", "Written", "forget", "remember"]
+__all__ = [
+    "LOCK",
+    "Protection",
+    "ThreadWait",
+    "Waiting",
+    "Writes",
+    "Written",
+    "begin",
+    "end",
+    "is_compiling",
+    "is_under_way",
+    "wait_for",
+]
 
 _Part = TypeVar("_Part")
 
 
 class Waiting(Protocol):
-    """Waits for tensors of the class `Written`. Those that it has waited for are plain then."""
+    """What waits for tensors of these classes."""
 
-    def wait_for(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Waits for `tensors`, which are its own."""
-
-    def wait_for_all(self) -> None:
-        """Waits for all of its own."""
-
-    def narrow(self, tensor: torch.Tensor, begin: int, numel: int) -> torch.Tensor | None:
-        """A view of a part of a flat tensor of its own, once that part is there.
-
-        None: the caller waits for the whole tensor.
-        """
+    def use(self, tensors: Sequence[torch.Tensor] | None) -> None:
+        """Waits for tensors of its own that are about to be used; None: for all."""
 
 
-# Of `narrow`: the tensor, dimension, first element, number of elements.
-_NARROW_ARGS = 4
+# What waits for a tensor, by the tensor's id.
+_WAITING: dict[int, Waiting] = {}
 
-# What waits for a tensor, by the tensor's id; and all there are.
-_WAITING: dict[int, weakref.ref[Waiting]] = {}
-_ALL: weakref.WeakSet[Waiting] = weakref.WeakSet()
-
-
-def remember(tensors: Iterable[torch.Tensor], waiting: Waiting) -> None:
-    """From now on uses of those of `tensors` that have the class `Written` ask `waiting`.
-
-    They are alive until `forget`.
-    """
-    reference = weakref.ref(waiting)
-    _ALL.add(waiting)
-    _WAITING.update((id(tensor), reference) for tensor in tensors)
+LOCK = threading.RLock()
+"""A thread has it that begins a step, or that ends waits. So may a signal's handler within."""
 
 
-def forget(tensors: Iterable[torch.Tensor]) -> None:
-    """Uses of `tensors`, which have another class, ask nothing any more."""
-    for tensor in tensors:
-        _WAITING.pop(id(tensor), None)
+class Protection(NamedTuple):
+    """What the call that begins a step does, for uses of tensors to wait from then on."""
+
+    entries: list[tuple[dict[Any, Any], dict[Any, Any]]]
+    """Dicts, each with what is put into it."""
+    classes: list[tuple[type[torch.Tensor], list[torch.Tensor]]]
+    """Classes, each with the tensors that get it."""
+
+
+# ---- the classes ----
+
+
+def _waits(
+    cls: type[torch.Tensor],
+    func: Callable[..., Any],
+    types: Iterable[type],
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+) -> Any:
+    """The `__torch_function__` of what a step writes."""
+    kwargs = kwargs or {}
+    if torch.compiler.is_compiling():
+        # No function of this module is to be in the trace.
+        _traced()
+    elif func not in DESCRIPTIVE:
+        wait_for(tree_leaves((args, kwargs)))
+        # Where a step has begun meanwhile, that is waited for.
+        return func(*args, **kwargs)
+    with without_waiting():
+        return func(*args, **kwargs)
 
 
 class Written(torch.Tensor):
     """A tensor that a step writes."""
 
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        return _call_after_waiting(func, args, kwargs or {})
+    __torch_function__ = classmethod(_waits)
+
+
+class UnderWay(Parameter):
+    """A parameter whose new weight is under way."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Parameter:  # type: ignore[misc]
+        """`type(parameter)(data)` makes a plain parameter."""
+        return Parameter(*args, **kwargs)
+
+    __torch_function__ = classmethod(_waits)
 
 
 @functools.cache
@@ -106,15 +129,7 @@ def _written_shard() -> type[torch.Tensor]:
     class WrittenShard(DTensor):
         """A DTensor that a step writes."""
 
-        @classmethod
-        def __torch_function__(
-            cls,
-            func: Callable[..., Any],
-            types: Iterable[type],
-            args: tuple[Any, ...] = (),
-            kwargs: dict[str, Any] | None = None,
-        ) -> Any:
-            return _call_after_waiting(func, args, kwargs or {})
+        __torch_function__ = classmethod(_waits)
 
         @property
         def _local_tensor(self) -> torch.Tensor:
@@ -127,59 +142,99 @@ def _written_shard() -> type[torch.Tensor]:
             _wait([self])
             slot.__set__(self, value)
 
+    _CLASSES.add(WrittenShard)
     return WrittenShard
 
 
-def _is_written(tensor: object) -> bool:
-    """Whether a step writes `tensor`, and nothing has waited for it."""
-    kind = type(tensor)
-    return kind is Written or (kind not in _PLAIN and kind in _SHARDS)
+# With that of DTensors, once there are any.
+_CLASSES: set[type] = {Written, UnderWay}
 
 
-# Most of what functions are given; and the class of DTensors, once there are any.
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
-_SHARDS: set[type] = set()
+def _is_written(value: object) -> bool:
+    """Whether a step writes a tensor, and nothing has waited for it."""
+    return type(value) in _CLASSES
 
 
-def _begin(tensor: torch.Tensor) -> None:
-    if type(tensor) is torch.Tensor:
-        tensor.__class__ = Written
-    else:
-        kind = _written_shard()
-        _SHARDS.add(kind)
-        tensor.__class__ = kind
+def is_under_way(tensor: torch.Tensor) -> bool:
+    """Whether it is a parameter that is no DTensor, and its new weight is under way."""
+    return type(tensor) is UnderWay
 
 
-def _end(tensor: torch.Tensor) -> None:
-    _WAITING.pop(id(tensor), None)
-    _restore_class(tensor)
+def _class_of(kind: type[torch.Tensor]) -> type[torch.Tensor]:
+    """What tensors of a class become when a step writes them."""
+    if kind in _CLASSES:
+        return kind
+    if kind is torch.Tensor:
+        return Written
+    return UnderWay if kind is Parameter else _written_shard()
 
 
 def _restore_class(tensor: torch.Tensor) -> None:
-    kind = type(tensor)
-    if kind is Written:
-        tensor.__class__ = torch.Tensor
-    elif kind in _SHARDS:
-        tensor.__class__ = kind.__bases__[0]
+    # Not what a program has made it meanwhile.
+    if _is_written(tensor):
+        tensor.__class__ = type(tensor).__bases__[0]
 
 
-def _call_after_waiting(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    if func in DESCRIPTIVE:
-        with without_waiting():
-            return func(*args, **kwargs)
-    if func is torch.Tensor.narrow and len(args) == _NARROW_ARGS:
-        part = _narrowed(*args)
-        if part is not None:
-            return part
-    tensors = [each for each in tree_leaves((args, kwargs)) if _is_written(each)]
-    _wait(tensors)
-    if not any(map(_is_written, tensors)):
-        return func(*args, **kwargs)
-    # Their step is being submitted.
-    with without_waiting():
-        return func(*args, **kwargs)
+def begin(param: torch.Tensor, waiting: Waiting) -> None:
+    """From now on uses of a parameter ask `waiting`, until `end`: also where no step writes it."""
+    with LOCK:
+        _WAITING[id(param)] = waiting
+        param.__class__ = _class_of(type(param))
+
+
+def end(param: torch.Tensor) -> None:
+    """Uses of a parameter ask nothing any more."""
+    with LOCK:
+        _WAITING.pop(id(param), None)
+        _restore_class(param)
+
+
+# ---- uses ----
+
+
+def wait_for(values: Iterable[Any]) -> None:
+    """Waits for those of `values` that are tensors which steps write, as a use of them does."""
+    _wait([each for each in values if _is_written(each)])
+
+
+def _wait(tensors: Iterable[torch.Tensor]) -> None:
+    by_writes: dict[Waiting | None, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        by_writes.setdefault(_WAITING.get(id(tensor)), []).append(tensor)
+    for writes, own in by_writes.items():
+        if writes is not None:
+            writes.use(own)
+            continue
+        # torch.utils.swap_tensors gave another tensor this class, or another thread ended it.
+        _wait_for_all()
+        for tensor in own:
+            if id(tensor) not in _WAITING:
+                _restore_class(tensor)
+
+
+def _wait_for_all() -> None:
+    # Other threads end waits meanwhile.
+    for writes in set(_WAITING.copy().values()):
+        writes.use(None)
+
+
+def is_compiling() -> bool:
+    """Whether torch.compile traces code on this thread, and looks at a tensor."""
+    guards = sys.modules.get("torch._guards")
+    return guards is not None and guards.CompileContext.try_get() is not None
+
+
+def _traced() -> bool:
+    """Called by torch.compile when it traces a use, not when the compiled code runs."""
+    _wait_for_all()
+    return True
+
+
+# What torch.compiler.assume_constant_result does, which takes seconds to import.
+_traced._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+# ---- the tensors of an optimizer ----
 
 
 class ThreadWait:
@@ -210,41 +265,57 @@ class Writes(Generic[_Part]):
     """The tensors that one optimizer steps.
 
     Args:
-        wait: a method that waits for parts of a step, held weakly. It returns whether these are
-            parts of the last step; not so while one is being submitted.
+        wait: a method that waits for parts of the last step, held weakly.
         finish: the thread waits for all of the last step, where the owner of `wait` is gone.
+        use: a method, held weakly, that waits for tensors which are about to be used, and for
+            others where it has to; of None for all. Without it a use waits for the tensor's part.
     """
 
     def __init__(
-        self, wait: Callable[[Iterable[_Part]], bool], finish: Callable[[], object]
+        self,
+        wait: Callable[[Sequence[_Part]], object],
+        finish: Callable[[], object],
+        use: Callable[[Sequence[torch.Tensor] | None], None] | None = None,
     ) -> None:
         self._wait = weakref.WeakMethod(wait)
         self._finish = finish
-        self._parts: dict[int, tuple[torch.Tensor, _Part]] = {}
-        # The tensors of each part, by its id.
+        self._use = None if use is None else weakref.WeakMethod(use)
+        # Those that nothing has waited for, and the parts of those that are not their own; by ids.
+        self._tensors: dict[int, torch.Tensor] = {}
+        self._parts: dict[int, _Part] = {}
+        # The tensors of each of these parts, by its id.
         self._together: dict[int, list[torch.Tensor]] = {}
-        self._num_steps = 0
-        # A thread ends a protection while another begins one; so may a signal's handler within.
-        self._lock = threading.RLock()
-        _ALL.add(self)
-        weakref.finalize(self, _restore, self._parts, self._lock)
+        self.num_steps = 0
+        """How many have begun: a wait ends the protection of its own step only."""
+        finalize(wait.__self__, self._abandon)  # type: ignore[attr-defined]
 
-    def protect(self, parts: Mapping[torch.Tensor, _Part]) -> None:
-        """From now on uses of tensors wait. Call it before the step is submitted.
+    def protection(
+        self, own: Iterable[torch.Tensor], parts: Mapping[torch.Tensor, _Part]
+    ) -> Protection:
+        """What the call that begins a step does, for uses of tensors to wait from then on.
 
         Args:
-            parts: plain tensors and DTensors, each with the part of the step that writes it. A
-                wait for one ends the waits of all that have the same object.
+            own: parameters that are parts of the step by themselves.
+            parts: plain tensors and DTensors, each with the part of the step that writes it. A wait
+                for one ends the waits of all that have the same object.
         """
-        reference: weakref.ref[Waiting] = weakref.ref(self)
-        with self._lock:
-            self._num_steps += 1
-            self._together = {}
-            for tensor, part in parts.items():
-                self._parts[id(tensor)] = tensor, part
-                self._together.setdefault(id(part), []).append(tensor)
-                _WAITING[id(tensor)] = reference
-                _begin(tensor)
+        own = list(own)
+        together: dict[int, list[torch.Tensor]] = {}
+        by_class: dict[type[torch.Tensor], list[torch.Tensor]] = {Parameter: own}
+        for tensor, part in parts.items():
+            together.setdefault(id(part), []).append(tensor)
+            by_class.setdefault(type(tensor), []).append(tensor)
+        tensors = {id(tensor): tensor for tensor in (*own, *parts)}
+        return Protection(
+            [
+                (self._tensors, tensors),
+                (self._parts, {id(tensor): part for tensor, part in parts.items()}),
+                (self._together, together),
+                (_WAITING, dict.fromkeys(tensors, self)),
+                (vars(self), {"num_steps": self.num_steps + 1}),
+            ],
+            [(_class_of(kind), each) for kind, each in by_class.items()],
+        )
 
     def close(self) -> None:
         """No step comes any more. What `finish` needs is let go."""
@@ -252,42 +323,31 @@ class Writes(Generic[_Part]):
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether nothing has waited for `tensor` yet."""
-        return id(tensor) in self._parts
+        return id(tensor) in self._tensors
 
     def __bool__(self) -> bool:
         """Whether there is a tensor that nothing has waited for."""
-        return bool(self._parts)
+        return bool(self._tensors)
+
+    def use(self, tensors: Sequence[torch.Tensor] | None) -> None:
+        """Waits for tensors of its own that are about to be used; None: for all."""
+        use = None if self._use is None else self._use()
+        if use is not None:
+            use(tensors)
+        else:
+            self.wait_for(list(self._tensors.values()) if tensors is None else tensors)
 
     def wait_for(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Waits for the parts of the step that write `tensors`."""
-        with self._lock:
-            step = self._num_steps
-            found = [self._parts[id(each)] for each in tensors if id(each) in self._parts]
-        if not found:
-            return
-        wait = self._wait()
-        if wait is None:
-            # Another thread lets go of the optimizer, and may still wait for the step.
-            with without_waiting():
-                self._finish()
-            is_last_step = True
-        else:
-            is_last_step = wait([part for _, part in found])
-        if is_last_step:
-            self._end([part for _, part in found], step)
+        """Waits for the parts of the step that write `tensors`, where nothing has."""
+        with LOCK:
+            step = self.num_steps
+            parts = [self._part(each) for each in tensors if self.holds(each)]
+        if parts:
+            self._wait_for(parts, step)
 
-    def narrow(self, tensor: torch.Tensor, begin: int, numel: int) -> torch.Tensor | None:
-        """None: a tensor is plain once it is waited for, and so all of it."""
-        return None
-
-    def wait_for_all(self) -> None:
-        """Waits for all parts of the step."""
-        self.wait_for([tensor for tensor, _ in list(self._parts.values())])
-
-    @property
-    def num_steps(self) -> int:
-        """How often tensors were protected."""
-        return self._num_steps
+    def wait_for_parts(self, parts: Sequence[_Part]) -> None:
+        """Waits for parts, in any case."""
+        self._wait_for(parts, self.num_steps)
 
     def clear(self, step: int) -> None:
         """All parts of the step are written.
@@ -295,52 +355,47 @@ class Writes(Generic[_Part]):
         Args:
             step: `num_steps` as it was before that was waited for.
         """
-        self._end([part for _, part in list(self._parts.values())], step)
+        self._end([self._part(each) for each in list(self._tensors.values())], step)
+
+    def _part(self, tensor: Any) -> _Part:
+        found: _Part = self._parts.get(id(tensor), tensor)
+        return found
+
+    def _wait_for(self, parts: Sequence[_Part], step: int) -> None:
+        wait = self._wait()
+        with without_waiting():
+            if wait is None:
+                # Another thread lets go of the optimizer, and may still wait for the step.
+                self._finish()
+            else:
+                wait(parts)
+        self._end(parts, step)
 
     def _end(self, parts: Iterable[_Part], step: int) -> None:
-        with self._lock:
+        with LOCK:
             # What a step that was begun meanwhile writes stays protected.
-            if step == self._num_steps:
+            if step == self.num_steps:
                 for part in parts:
-                    for tensor in self._together.pop(id(part), ()):
-                        if self._parts.pop(id(tensor), None) is not None:
-                            _end(tensor)
+                    for tensor in self._together.pop(id(part), [part]):
+                        self._restore(tensor)
 
+    def _restore(self, tensor: Any) -> None:
+        if id(tensor) in self._tensors:
+            # In this order, wherever Ctrl-C comes: a use of what waits for nothing gets its class.
+            _WAITING.pop(id(tensor), None)
+            _restore_class(tensor)
+            self._parts.pop(id(tensor), None)
+            self._tensors.pop(id(tensor), None)
 
-def _wait(tensors: Iterable[torch.Tensor]) -> None:
-    by_waiting: dict[Waiting | None, list[torch.Tensor]] = {}
-    for tensor in tensors:
-        reference = _WAITING.get(id(tensor))
-        by_waiting.setdefault(None if reference is None else reference(), []).append(tensor)
-    for waiting, own in by_waiting.items():
-        if waiting is not None:
-            waiting.wait_for(own)
-            continue
-        # torch.utils.swap_tensors gave another tensor this class.
-        for each in list(_ALL):
-            each.wait_for_all()
-        for tensor in own:
-            if id(tensor) not in _WAITING:
-                _restore_class(tensor)
-
-
-def _narrowed(tensor: Any, dim: Any, begin: Any, numel: Any) -> torch.Tensor | None:
-    """`Waiting.narrow` of what waits for the tensor; None: the call is another one."""
-    is_plain_call = isinstance(begin, int) and isinstance(numel, int) and dim in (0, -1)
-    if type(tensor) is not Written or not is_plain_call or tensor.dim() != 1:
-        return None
-    reference = _WAITING.get(id(tensor))
-    waiting = None if reference is None else reference()
-    is_within = 0 <= begin <= begin + numel <= tensor.numel()
-    return waiting.narrow(tensor, begin, numel) if waiting is not None and is_within else None
+    def _abandon(self) -> None:
+        """The optimizer is gone: its tensors are plain again when they have landed."""
+        if self._tensors:
+            # A step that failed has raised its error already, or no caller is left.
+            with contextlib.suppress(OSError, ValueError), without_waiting():
+                self._finish()
+            for tensor in list(self._tensors.values()):
+                self._restore(tensor)
 
 
 def _nothing() -> None:
     pass
-
-
-def _restore(parts: dict[int, tuple[torch.Tensor, Any]], lock: threading.RLock) -> None:
-    """The optimizer is gone, after its last step."""
-    with lock:
-        for tensor, _ in parts.values():
-            _end(tensor)

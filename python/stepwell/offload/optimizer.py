@@ -34,7 +34,7 @@ from stepwell._hyper import hyper_of
 from stepwell._sharding import greatest, is_dtensor, local
 from stepwell.access.gate import remove
 from stepwell.access.guard import clear_grads
-from stepwell.access.under_way import wait_for
+from stepwell.access.writes import wait_for
 from stepwell.offload.options import Accumulate, Place, check_options
 from stepwell.optim import AdamW, Moments
 from stepwell.store.background import Background
@@ -669,7 +669,6 @@ class OffloadAdamW(AdamW):
         while True:
             try:
                 with contextlib.suppress(OSError, ValueError):
-                    self._background.withdraw()
                     if self._background.is_released:
                         self._background.discard()
                         self._background.settle()

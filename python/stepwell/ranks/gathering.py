@@ -95,6 +95,8 @@ class _GatheredStep:
         self.last = last
         """Of each weight, its last piece."""
         self._last_place = max(last.values(), default=-1)
+        self.bytes_received = 0
+        """Of parts of other ranks."""
         self.error: OSError | None = None
         """Why this rank's step has failed; or, at the end, that another rank's has."""
         self.is_over = False
@@ -332,8 +334,12 @@ class Gatherer:
         runner = threading.Thread(target=thread.run, name="stepwell-gather", daemon=True)
         runner.start()
         finalize(self, _close, runner, self._steps, self._last, os.getpid())
-        self.bytes_received = 0
+
+    @property
+    def bytes_received(self) -> int:
         """In the last step, of parts of other ranks."""
+        last = self._last[0]
+        return 0 if last is None else last.bytes_received
 
     @property
     def is_busy(self) -> bool:
@@ -353,7 +359,7 @@ class Gatherer:
             after = torch.cuda.Event()  # type: ignore[no-untyped-call]
             after.record(torch.cuda.current_stream(self._device))
         step = _GatheredStep(pieces, after, last)
-        bytes_received = sum(
+        step.bytes_received = sum(
             part.numel()
             for piece in pieces
             for rank, part in enumerate(piece.parts)
@@ -362,7 +368,6 @@ class Gatherer:
         return [
             partial(self._last.__setitem__, 0, step),
             partial(self._steps.put, step),
-            partial(setattr, self, "bytes_received", bytes_received),
         ]
 
     def leave(self, why: str) -> None:

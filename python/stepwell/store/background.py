@@ -200,9 +200,7 @@ class Background:
             step = 0 if guard is None else guard.num_steps
             self.engine.settle()
             self.engine.synchronize()
-            # Not for a signal's handler that comes while a step is being submitted: the weights of
-            # that have yet to come.
-            if self.gate is not None and self.engine.wait(()):
+            if self.gate is not None:
                 self.gate.clear(step)
 
     @contextlib.contextmanager
@@ -245,11 +243,6 @@ class Background:
     def is_released(self) -> bool:
         """Whether the gradients of the last step may be written."""
         return self.engine is None or self.engine.is_released
-
-    def withdraw(self) -> None:
-        """A step that was to begin will not, if it has not."""
-        if self.engine is not None:
-            self.engine.withdraw()
 
     def wait_for_weights(self) -> None:
         """Once a step was submitted: waits for the weights that no forward waits for."""

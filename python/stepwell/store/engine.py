@@ -28,8 +28,9 @@ from stepwell import _core
 from stepwell._budget import note_pinned
 from stepwell._sharding import is_dtensor, local
 from stepwell._streams import current_stream, device_name, stream_of
+from stepwell.access.descriptive import without_waiting
 from stepwell.access.guard import Uploads
-from stepwell.access.under_way import without_waiting
+from stepwell.access.writes import LOCK
 from stepwell.store.contents import Contents
 from stepwell.store.deferred import deferred_core
 from stepwell.store.selection import Selector
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from stepwell._state import State
-    from stepwell.access.guard import UnderWayIn
+    from stepwell.access.writes import Protection
     from stepwell.store.deferred import Deferred, Extents
     from stepwell.store.selection import Selected
     from stepwell.store.twins import Twins
@@ -178,9 +179,6 @@ class Engine(Uploads):
         self._settled: Submitted | None = None
         # The last step whose gradients may be written.
         self._released: Submitted | None = None
-        # A step that is about to begin; None: none is. And the places of spans in it.
-        self._coming: Submitted | None = None
-        self._places: list[int] | None = None
         self.seconds_waited = 0.0
         """How long forwards have waited for weights since the last step."""
         self._finalizer = weakref.finalize(self, _close, self._core, self.store)
@@ -346,14 +344,6 @@ class Engine(Uploads):
             order=self._order.places,
         )
 
-    def announce(self, coming: Submitted) -> Submitted:
-        """A step is about to begin. Until it has, weights that are waited for are old ones."""
-        self._places = self._order.places
-        self._order.begin()
-        self.seconds_waited = 0.0
-        self._coming = coming
-        return coming
-
     def submit(
         self,
         coming: Submitted,
@@ -364,7 +354,7 @@ class Engine(Uploads):
         num_settled: int,
         owners: Sequence[object] = (),
         order: Sequence[int] | None = None,
-        under_way: UnderWayIn | None = None,
+        protections: Sequence[Protection] = (),
         begun: Sequence[Callable[[], object]] = (),
     ) -> None:
         """Begins the step of what the store has looked at last, all of it or nothing.
@@ -373,7 +363,7 @@ class Engine(Uploads):
         written.
 
         Args:
-            coming: of `announce`.
+            coming: what is to be known of the step.
             hypers: of each group.
             at_once: the step is deferred, but for these spans: with their updates all that is
                 pending of them is applied. None: it is not deferred, and applies all that is
@@ -382,8 +372,8 @@ class Engine(Uploads):
             num_settled: the store's when `at_once` was decided on.
             owners: what has the memory of the host sides, beside that of twins.
             order: of each span its place in the step; None: as waits have shown it, or as given.
-            under_way: as `Store.submit` has it.
-            begun: likewise.
+            protections: what has uses of tensors wait from then on.
+            begun: as `Store.submit` has it.
 
         Raises:
             ValueError: what was looked at has moved, or cannot be stepped; nothing was changed.
@@ -400,18 +390,23 @@ class Engine(Uploads):
                 "at_once": {self._indices[id(span)] for span in at_once},
                 "num_settled": num_settled,
             }
+        entries = [each for protection in protections for each in protection.entries]
+        classes = [each for protection in protections for each in protection.classes]
+        places = self._order.places if order is None else order
+        self._order.begin()
+        self.seconds_waited = 0.0
         # What `begun` has may let go of the interpreter, and other threads ask what was submitted.
-        with self.lock:
+        with self.lock, LOCK:
             is_deferred = self.store.submit(
                 hypers,
                 buffers=[*self._buffers, *owners],
                 stream=coming.stream,
                 record=coming,
-                order=self._places if order is None else order,
+                order=places,
                 verified={self._indices[id(param)] for param in coming.verified},
                 deferred=deferred,
                 selected=None if self.selector is None else selected,
-                under_way=under_way,
+                protection=(entries, classes),
                 begun=begun,
             )
         if at_once is not None and not is_deferred and self.selector is not None:
@@ -518,35 +513,22 @@ class Engine(Uploads):
             self._core.release(stream=submitted.stream)
             self._released = submitted
 
-    def wait(self, params: Iterable[torch.Tensor], /) -> bool:
+    def wait(self, params: Iterable[torch.Tensor], /) -> None:
         """As `wait_for`, of the windows of `params`."""
         windows = [window for param in params for window in self._windows[id(param)]]
         if self._is_sharded:
             self._order.note(window.span for window in windows)
-        return self.wait_for(windows)
+        self.wait_for(windows)
 
-    def wait_for(self, windows: Iterable[Window]) -> bool:
-        """The current stream and the step's stream wait for the weights of `windows`.
-
-        Returns whether these are the weights of the last step; not so while one is about to begin.
-        """
+    def wait_for(self, windows: Iterable[Window]) -> None:
+        """The current stream and the step's stream wait for the weights of `windows`."""
         begin = time.perf_counter()
         # Read before the wait: a step may begin on another thread meanwhile.
-        is_last, streams = self.is_last_step, self.streams
+        streams = self.streams
         for span, first, end in windows:
             for stream in streams:
                 self._core.wait(span, first, end, stream=stream)
         self.seconds_waited += time.perf_counter() - begin
-        return is_last
-
-    @property
-    def is_last_step(self) -> bool:
-        """Whether no step is about to begin, so that weights which are waited for are the last."""
-        return self._coming is self.submitted or self._coming is None
-
-    def withdraw(self) -> None:
-        """A step that was announced has not begun, and will not."""
-        self._coming = None
 
     def finish(self) -> None:
         """The step is complete on the host, and both streams wait for all weights.

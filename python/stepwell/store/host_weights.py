@@ -5,15 +5,15 @@ it (`stepwell.weights`). A parameter keeps its identity, shape, views and storag
 the storage leave: autograd, which keeps the parameter or a view of it, finds them again.
 
 - A parameter whose weight is away has the class of one that is under way
-  (`stepwell.access.under_way`). So a use outside of all modules brings it. It stays until the next
+  (`stepwell.access.writes`). So a use outside of all modules brings it. It stays until the next
   step, or until more than `BORROWED_BYTES_MAX` have come so; one that the program holds memory of
   (a view, `.data`) stays for good, and has the new weight when `step()` returns.
 - What the program has written to a weight that was brought goes to the host before it leaves: its
   contents tell.
 - What a module uses of others without calling them comes with it from its second forward on.
-- While a step runs the host side has the class of what a step writes (`stepwell.access.writes`): a
-  fetch, and whoever reads a state dict, waits for its own part of the step.
-- State dicts have the host side itself.
+- While a step runs the host side has the class of what a step writes: a fetch, and whoever reads a
+  state dict, waits for its own part of the step.
+- State dicts have the host side itself. While one is made, one module's weights come at a time.
 
 Cost: of host memory nothing beside the weights; on the device those of a block of the model, and
 what comes ahead of its use. Per pass each weight crosses the bus once, in a backward once more.
@@ -21,7 +21,6 @@ what comes ahead of its use. Per pass each weight crosses the bus once, in a bac
 
 from __future__ import annotations
 
-import threading
 import weakref
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -32,8 +31,8 @@ from torch.utils._pytree import tree_map
 
 from stepwell import _core
 from stepwell._tensors import COUNT_ALONE, references, tensor_on
-from stepwell.access.under_way import end, under_way_of, without_waiting
-from stepwell.access.writes import Writes
+from stepwell.access.descriptive import without_waiting
+from stepwell.access.writes import Writes, begin, end
 from stepwell.weights.calls import Calls, Hook
 from stepwell.weights.fetcher import Fetcher
 from stepwell.weights.lane import Lane
@@ -41,6 +40,7 @@ from stepwell.weights.lane import Lane
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Sequence
 
+    from stepwell.access.writes import Protection
     from stepwell.store.background import Background
 
 __all__ = ["BORROWED_BYTES_MAX", "HostWeights"]
@@ -62,7 +62,7 @@ class _HostWeight:
         param: the parameter, whose storage is on the device.
         source: its elements in host memory.
         key: its number.
-        away: gives it the class of one that is away.
+        away: asked when it is used while it is away.
     """
 
     is_persistent = False
@@ -73,7 +73,7 @@ class _HostWeight:
         param: Parameter,
         source: torch.Tensor,
         key: int,
-        away: Callable[[Parameter], None],
+        away: _Away,
     ) -> None:
         self.param, self.source, self.key = param, source, key
         self.numel = self.part_numel = param.numel()
@@ -100,7 +100,7 @@ class _HostWeight:
     def drop(self) -> None:
         # First: after Ctrl-C it is fetched anew.
         self.state = False
-        self._away(self.param)
+        begin(self.param, self._away)
         self.view.untyped_storage().resize_(0)
 
     @property
@@ -129,6 +129,28 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
 
+class _Away:
+    """What a use of a weight that is away asks: it is brought.
+
+    Args:
+        owner: brings it; held weakly.
+    """
+
+    def __init__(self, owner: HostWeights) -> None:
+        self._owner = weakref.ref(owner)
+
+    def use(self, tensors: Sequence[torch.Tensor] | None) -> None:
+        owner = self._owner()
+        if owner is None:
+            raise ValueError(
+                "a parameter is used whose weight was in host memory with its model, which is "
+                "gone. hint: keep the model as long as its parameters"
+            )
+        # None: all are waited for, and those that are away are not used.
+        if tensors is not None:
+            owner.bring(tensors)
+
+
 class HostWeights:
     """The weights of a model whose host side is their place.
 
@@ -139,9 +161,6 @@ class HostWeights:
         reread: called with parameters that the program has written, to copy them to the host;
             returns those that it knows.
     """
-
-    was_compiled = False
-    """As a `Guard` has it: of no effect, since hooks are at all modules."""
 
     def __init__(
         self,
@@ -160,7 +179,6 @@ class HostWeights:
         self._used_within: dict[int, dict[_HostWeight, None]] = {}
         # In the order of their first use.
         self._borrowed: dict[_HostWeight, None] = {}
-        self._saving_on: set[int] = set()
         self.buffers: list[_core.Buffer] = []
         """The memory of weights that are not stepped."""
         self._stack: list[torch.nn.Module] = []
@@ -168,9 +186,8 @@ class HostWeights:
         # Sizes are known when the model is.
         self._fetcher: Fetcher
         self._make_fetcher(0)
-        self._under_way = under_way_of(self, _raise_gone)
+        self._away = _Away(self)
         self._writes: Writes[torch.Tensor] = Writes(self._wait, _nothing)
-        weakref.finalize(self, _forget, self._under_way[1][0], self._weights, self._writes)
 
     def _make_fetcher(self, block_numel: int) -> None:
         self._fetcher = Fetcher(
@@ -201,18 +218,13 @@ class HostWeights:
             elif references(param)[1] > COUNT_ALONE or not param.is_contiguous():
                 # What others hold of its memory stays theirs.
                 param.data = torch.empty_like(param, memory_format=torch.contiguous_format)
-            weight = _HostWeight(param, source, len(self._weights), self._make_away)
+            weight = _HostWeight(param, source, len(self._weights), self._away)
             self._weights[id(param)] = weight
         weight.source = source
         weight.users.clear()
         self._borrowed.pop(weight, None)
         if weight.numel:
             weight.drop()
-
-    def _make_away(self, param: Parameter) -> None:
-        kind, (registry, value) = self._under_way
-        registry[id(param)] = value
-        param.__class__ = kind
 
     def watch(self, model: torch.nn.Module) -> None:
         """Has the weights of a model come to its modules; and its buffers be on the device.
@@ -268,26 +280,25 @@ class HostWeights:
     # ---- state dicts ----
 
     def _begin_state(self, module: torch.nn.Module, *_: Any) -> None:
-        """The module takes its parameters as they are: what is away stays away."""
-        own = [self._weights.get(id(param)) for param in module._parameters.values()]
-        self._return([weight for weight in own if weight in self._borrowed])
-        self._saving_on.add(threading.get_ident())
+        """What the program has written to the module's weights goes to the host."""
+        self._return([weight for weight in self._weights_of(module) if weight in self._borrowed])
 
     def _end_state(
         self, module: torch.nn.Module, state: dict[str, Any], prefix: str, *_: Any
     ) -> None:
-        self._saving_on.discard(threading.get_ident())
+        """The state dict has the host sides. It asked for the parameters, which came for that."""
         for name, param in module._parameters.items():
-            weight, found = self._weights.get(id(param)), state.get(prefix + name)
-            if weight is not None and found is not None and found is not param:
-                state[prefix + name] = weight.source
+            weight, key = self._weights.get(id(param)), prefix + name
+            # Not where the program wants the parameters.
+            if weight is not None and key in state and state[key] is not param:
+                state[key] = weight.source
+        brought = [weight for weight in self._weights_of(module) if weight in self._borrowed]
+        self._give_back([weight for weight in brought if not weight.is_held])
 
-    # ---- uses outside of modules, as a `Guard` has it ----
+    # ---- uses outside of modules ----
 
-    def use(self, params: Iterable[torch.Tensor], /) -> None:
+    def bring(self, params: Iterable[torch.Tensor]) -> None:
         """Brings weights that are about to be used."""
-        if threading.get_ident() in self._saving_on:
-            return
         weights = [self._weights[id(param)] for param in params]
         self._fetcher.borrow(weights, self)
         if self._stack:
@@ -303,16 +314,16 @@ class HostWeights:
                 left -= weight.view.nbytes
         self._return(leaving)
 
-    def look(self) -> None:
-        """As a `Guard` has it: each use brings its own."""
-
-    def _return(self, weights: Sequence[Any]) -> None:
+    def _return(self, weights: Sequence[_HostWeight]) -> None:
         """Weights that were brought leave, and what the program has written goes to the host."""
         if weights:
             self._take(weights)
-            self._fetcher.give_back(weights, self)
-            for weight in weights:
-                del self._borrowed[weight]
+            self._give_back(weights)
+
+    def _give_back(self, weights: Sequence[_HostWeight]) -> None:
+        self._fetcher.give_back(weights, self)
+        for weight in weights:
+            del self._borrowed[weight]
 
     def _take(self, weights: Iterable[_HostWeight]) -> None:
         """Copies to the host what the program has written."""
@@ -332,7 +343,7 @@ class HostWeights:
 
         No weight is on the device, and none is copied, but for those that the program holds.
         """
-        self._writes.wait_for_all()
+        self._writes.use(None)
         for weight in self._weights.values():
             if weight.is_replaced:
                 end(weight.param)
@@ -344,13 +355,13 @@ class HostWeights:
         self._fetcher.free_all([w for w in self._weights.values() if w not in staying])
         self._borrowed = staying
 
-    def protect(self, stepped: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """A step is about to be submitted: from now on uses of what it writes wait.
+    def protection(self, stepped: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Protection:
+        """What the call that begins a step does, for uses of what it writes to wait from then on.
 
         Args:
             stepped: parameters, each with its weight in host memory.
         """
-        self._writes.protect({weight: param for param, weight in stepped})
+        return self._writes.protection([], {weight: param for param, weight in stepped})
 
     def end_step(self) -> None:
         """A step has begun: the thread waits for the weights whose memory the program holds."""
@@ -358,10 +369,10 @@ class HostWeights:
             for weight in self._borrowed:
                 weight.view.copy_(weight.source)
 
-    def _wait(self, params: Iterable[torch.Tensor]) -> bool:
+    def _wait(self, params: Sequence[torch.Tensor]) -> None:
         background = self._background()
-        engine = None if background is None else background.engine
-        return True if engine is None else engine.wait(params)
+        if background is not None and background.engine is not None:
+            background.engine.wait(params)
 
     def _has_step_ended(self) -> bool:
         background = self._background()
@@ -380,18 +391,6 @@ def _block_numel(model: torch.nn.Module) -> int:
 
 def _map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
     return tree_map(lambda each: function(each) if isinstance(each, torch.Tensor) else each, value)
-
-
-def _forget(registry: dict[int, Any], weights: dict[int, _HostWeight], writes: Any) -> None:
-    for key in weights:
-        registry.pop(key, None)
-
-
-def _raise_gone() -> None:
-    raise ValueError(
-        "a parameter is used whose weight was in host memory with its model, which is gone. "
-        "hint: keep the model as long as its parameters"
-    )
 
 
 def _nothing(*_: object) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from stepwell.access.under_way import DESCRIPTIVE, without_waiting
+from stepwell.access.descriptive import DESCRIPTIVE, without_waiting
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -155,10 +155,11 @@ class Steps:
         twins = self._host.twins
         verified = [param for param in params if twins[param].is_unverified]
         stream = current_stream(self._host.device)
-        coming = engine.announce(Submitted(stream, looked.swapping, params, verified))
-        under_way = None if gate is None else gate.opening(landing, shared)
+        coming = Submitted(stream, looked.swapping, params, verified)
+        protections = [] if gate is None else [gate.opening(landing, shared)]
         if self._host.weights is not None:
-            self._host.weights.protect((param, twins[param].weight) for param in params)
+            stepped = ((param, twins[param].weight) for param in params)
+            protections.append(self._host.weights.protection(stepped))
         selected = []
         if engine.selector is not None:
             selected = engine.selector.choose(at_once)
@@ -169,7 +170,7 @@ class Steps:
             at_once=at_once,
             selected=selected,
             num_settled=num_settled,
-            under_way=under_way,
+            protections=[each for each in protections if each is not None],
         )
         if self._chooser is not None:
             self._chooser.note(kind)

@@ -47,7 +47,7 @@ pub(super) use self::look::PyLook;
 use self::{
     look::Looked,
     span::Span,
-    submit::{Beside, Deferred, UnderWay},
+    submit::{Beside, Deferred, Protection},
     torch::Torch,
 };
 use super::{
@@ -339,8 +339,8 @@ impl PyStore {
     ///     deferred: how updates are deferred: `predicted_updates`, `steps_pending`, `at_once`, and
     ///         the `num_settled` of then. None: none is, and all that is pending is applied.
     ///     selected: as `OffloadEngine.submit`; None: no channel is selected.
-    ///     under_way: the class that parameters get whose weights come, and registries of these:
-    ///         dicts that get a value by the parameter's id; None: the parameter itself.
+    ///     protection: what has uses of tensors wait that the step writes: dicts, each with a dict
+    ///         that is put into it, and classes, each with the tensors that get it.
     ///     begun: what is called without arguments when the step has begun, functions of C.
     ///
     /// Returns:
@@ -352,7 +352,7 @@ impl PyStore {
     ///     OSError: where the device has failed.
     #[pyo3(signature = (
         hypers, *, buffers, stream, record, order = None, verified = None, deferred = None,
-        selected = None, under_way = None, begun = vec![]
+        selected = None, protection = (vec![], vec![]), begun = vec![]
     ))]
     #[expect(clippy::too_many_arguments, reason = "keyword-only in Python")]
     fn submit(
@@ -365,11 +365,11 @@ impl PyStore {
         verified: Option<HashSet<usize>>,
         deferred: Option<Deferred>,
         selected: Option<Vec<(usize, bool, Vec<u32>)>>,
-        under_way: Option<UnderWay<'_>>,
+        protection: Protection<'_>,
         begun: Vec<Py<PyAny>>,
     ) -> PyResult<bool> {
         Self::submit_all(
-            slf, hypers, buffers, stream, record, order, verified, deferred, selected, under_way,
+            slf, hypers, buffers, stream, record, order, verified, deferred, selected, protection,
             begun,
         )
     }

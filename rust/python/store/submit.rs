@@ -7,7 +7,7 @@ use pyo3::{
     gc::{PyTraverseError, PyVisit},
     intern,
     prelude::*,
-    types::PyList,
+    types::{PyList, PyType},
 };
 
 use super::{
@@ -84,10 +84,12 @@ pub(super) struct Deferred {
     num_settled: u64,
 }
 
-/// The class of parameters whose weights come, and registries of these: each gets a value by the
-/// parameter's id; None: the parameter itself.
-pub(super) type UnderWay<'py> =
-    (Bound<'py, PyAny>, Vec<(Bound<'py, PyAny>, Option<Bound<'py, PyAny>>)>);
+/// What has uses of tensors wait: dicts with what is put into them, and classes with the tensors
+/// that get them.
+pub(super) type Protection<'py> = (
+    Vec<(Bound<'py, PyAny>, Bound<'py, PyAny>)>,
+    Vec<(Bound<'py, PyType>, Vec<Bound<'py, PyAny>>)>,
+);
 
 impl PyStore {
     /// See [`PyStore::take`].
@@ -136,7 +138,7 @@ impl PyStore {
         verified: Option<HashSet<usize>>,
         deferred: Option<Deferred>,
         selected: Option<Vec<(usize, bool, Vec<u32>)>>,
-        under_way: Option<UnderWay<'_>>,
+        protection: Protection<'_>,
         begun: Vec<Py<PyAny>>,
     ) -> PyResult<bool> {
         let py = slf.py();
@@ -220,8 +222,8 @@ impl PyStore {
             }
             store.count_updates(py)?;
             store.tell_autograd(py, &landing)?;
-            // Last: from here on a look at a parameter waits.
-            store.mark_under_way(py, &landing, under_way.as_ref())?;
+            // Last: from here on a look at them waits.
+            protect(py, &protection)?;
             let beside = store.beside.as_mut().ok_or_else(not_beside)?;
             beside.pending = pending;
             std::mem::swap(&mut beside.held, &mut held);
@@ -279,6 +281,20 @@ fn failed(engine: Option<&PyOffloadEngine>, error: Error) -> Error {
         Some(engine) => engine.fail(error),
         None => error,
     }
+}
+
+/// Has uses of tensors wait, but for those that a program has given another class.
+fn protect(py: Python<'_>, (entries, classes): &Protection<'_>) -> PyResult<()> {
+    for (registry, added) in entries {
+        registry.call_method1(intern!(py, "update"), (added,))?;
+    }
+    for (class, tensors) in classes {
+        let base = class.getattr(intern!(py, "__base__"))?;
+        for tensor in tensors.iter().filter(|tensor| tensor.get_type().is(&base)) {
+            tensor.setattr(intern!(py, "__class__"), class)?;
+        }
+    }
+    Ok(())
 }
 
 fn not_beside() -> Error {
@@ -410,26 +426,6 @@ impl PyStore {
             held[self.looked[at].span] = self.weight_storage(py, at)?;
         }
         Ok(held)
-    }
-
-    fn mark_under_way(
-        &self,
-        py: Python<'_>,
-        landing: &[(usize, Option<usize>)],
-        under_way: Option<&UnderWay<'_>>,
-    ) -> PyResult<()> {
-        let Some((class, registries)) = under_way else { return Ok(()) };
-        for &(span, _) in landing {
-            let param = self.spans[span].param.bind(py);
-            if !self.torch.is_parameter(param) {
-                continue;
-            }
-            for (registry, value) in registries {
-                registry.set_item(param.as_ptr() as usize, value.as_ref().unwrap_or(param))?;
-            }
-            param.setattr(intern!(py, "__class__"), class)?;
-        }
-        Ok(())
     }
 
     /// Tells autograd of all weights that are written.

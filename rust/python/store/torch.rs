@@ -62,11 +62,6 @@ impl Torch {
         kind.is(&self.tensor) || kind.is(&self.parameter)
     }
 
-    /// Whether the tensor is exactly a parameter.
-    pub(super) fn is_parameter(&self, tensor: &Bound<'_, PyAny>) -> bool {
-        tensor.get_type().is(&self.parameter)
-    }
-
     /// Has autograd take these for written.
     pub(super) fn increment_version(&self, tensors: &Bound<'_, PyList>) -> PyResult<()> {
         self.increment_version.bind(tensors.py()).call1((tensors,)).map(|_| ())

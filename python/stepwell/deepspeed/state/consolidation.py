@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from stepwell import optim
-from stepwell.access.under_way import without_waiting
+from stepwell.access.descriptive import without_waiting
 from stepwell.deepspeed.seams import Attribute
 from stepwell.deepspeed.state.decoding import MOMENT_NAMES
 from stepwell.deepspeed.state.home import (

@@ -170,7 +170,10 @@ class DeferredZeroOptimizer(OffloadZeroOptimizer):
         # Those that the step itself waits for.
         uncovered: list[torch.Tensor] = []
         if self._gate is not None:
-            uncovered = self._gate.uncovered if self._gate.open_all() else self._all_params()
+            uncovered = self._all_params()
+            if (opening := self._gate.opening_all()) is not None:
+                uncovered = self._gate.not_covered_of_all()
+                self._partitions.begin_with(opening)
         return {self._fragment(each) for each in uncovered} if kind is StepKind.DEFERRED else None
 
     def _wait_for_weights(self) -> None:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from stepwell.access.guard import Uploads
+    from stepwell.access.writes import Protection
 
 __all__ = ["FlatGate"]
 
@@ -47,15 +48,17 @@ class FlatGate(Gate):
         self._groups, self._flats = groups, flats
         # How many refer to each memory in C++, and in Python.
         self._holders = [references(flat)[1:] for flat in flats]
-        params = list(itertools.chain.from_iterable(groups))
-        super().__init__(model, params, wait_bytes_max=wait_bytes_max)
-        self.attach(params, uploads)
+        self._all = list(itertools.chain.from_iterable(groups))
+        super().__init__(model, self._all, wait_bytes_max=wait_bytes_max)
+        self.attach(self._all, uploads)
 
-    def open_all(self) -> bool:
-        """As `open`, of all parameters. False: nothing waits, and the step has to."""
-        if self.is_open:
-            self.open(itertools.chain.from_iterable(self._groups), self._exposed())
-        return self.is_open
+    def opening_all(self) -> Protection | None:
+        """As `opening`, of all parameters. None: nothing waits, and the step has to."""
+        return self.opening(self._all, self._exposed()) if self.is_open else None
+
+    def not_covered_of_all(self) -> list[torch.Tensor]:
+        """As `not_covered`, of all parameters."""
+        return self.not_covered(self._all, self._exposed())
 
     def _exposed(self) -> list[torch.Tensor]:
         """Parameters whose weights can be reached without a use that the guard sees."""

@@ -46,17 +46,12 @@ class GatheredUploads(Uploads):
         self.gatherer: Gatherer = partitions.gather(peers)
         """The thread that gathers them."""
 
-    def wait(self, params: Iterable[torch.Tensor], /) -> bool:
-        """The current stream and the step's stream wait for the new weights of `params`.
-
-        Returns whether these are the weights of the last step; not so while one is being submitted.
-        """
-        # Read before the wait: a step may be submitted on another thread meanwhile.
+    def wait(self, params: Iterable[torch.Tensor], /) -> None:
+        """The current stream and the step's stream wait for the new weights of `params`."""
         engine = self._partitions.engine
-        started, is_last_step = time.perf_counter(), engine.is_last_step
+        started = time.perf_counter()
         self.gatherer.wait(map(id, params), engine.streams)
         engine.seconds_waited += time.perf_counter() - started
-        return is_last_step
 
     def confirm(self) -> None:
         """Waits until all ranks have told that their parts of the last step are good.

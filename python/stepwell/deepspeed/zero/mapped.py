@@ -129,6 +129,6 @@ class MappedState:
         found = hashlib.blake2b(digest_size=16)
         for tensor in self.tensors.values():
             if tensor.numel() == self._numel:
-                chunk = tensor[begin : begin + _core.CHUNK_LEN]
+                chunk = tensor.detach()[begin : begin + _core.CHUNK_LEN]
                 found.update(chunk.view(torch.uint8).numpy().data)
         return found.digest()

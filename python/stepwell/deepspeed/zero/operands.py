@@ -15,7 +15,7 @@ import torch
 
 from stepwell import _state, optim
 from stepwell._hyper import Hyper, hyper_of
-from stepwell.access.under_way import without_waiting
+from stepwell.access.descriptive import without_waiting
 from stepwell.deepspeed.native import adam
 from stepwell.store.norm import CLIP_EPS
 
@@ -229,7 +229,7 @@ class Operands:
             if stepped is not operand.state and isinstance(stepped["step"], torch.Tensor):
                 # What is in memory is a snapshot from then on.
                 stepped["step"] = stepped["step"].clone()
-            return operand._replace(state=stepped)
+            return operand._replace(state=stepped, runs=lease.runs(operand.runs))
 
     def _of(
         self,

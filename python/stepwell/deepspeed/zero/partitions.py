@@ -41,6 +41,7 @@ from stepwell.store.engine import Engine, Submitted, Window
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
+    from stepwell.access.writes import Protection
     from stepwell.deepspeed.zero.device_share import DeviceShare
     from stepwell.deepspeed.zero.operands import Operand
     from stepwell.deepspeed.zero.partition import Partition
@@ -182,6 +183,8 @@ class Partitions(Uploads):
         self._writes: Writes[Sequence[Fragment]] = Writes(
             self._wait_for_parts, partial(self.engine.core.synchronize, stream=0)
         )
+        # What the step that comes begins with.
+        self._protections: list[Protection] = []
         self._has_said_why = False
         self._thread_wait = ThreadWait(device)
         # The last step of which all copies have ended.
@@ -286,8 +289,6 @@ class Partitions(Uploads):
     def prepare(self, operands: Mapping[int, Operand], weights: Sequence[torch.Tensor]) -> Prepared:
         """Makes everything ready for a step, behind `end_last_step`.
 
-        From now on until `submit` weights that are waited for are old ones.
-
         Args:
             operands: of the partitions that are stepped, by their number.
             weights: of all partitions.
@@ -304,7 +305,9 @@ class Partitions(Uploads):
         memory = [each.memory for each in operands.values()]
         owners = [memory, list(weights), list(self.twins), *self.gradients.owners]
         coming = Submitted(current_stream(self.device), verified=self._spans.tensors)
-        return Prepared(operands, owners, self.engine.announce(coming))
+        # Of a step that was left.
+        self._protections.clear()
+        return Prepared(operands, owners, coming)
 
     def submit(
         self,
@@ -336,11 +339,10 @@ class Partitions(Uploads):
             selected = selector.choose(now)
             selector.drop(now or ())
         self._bytes_downloaded, self.gradients.bytes_sent = self.gradients.bytes_sent, 0
+        protections, self._protections = self._protections, []
         swapped, hypers = self._swapped, [each.hyper.core(grad_scale) for each in operands.values()]
-        with contextlib.nullcontext() if swapped is None else swapped.lock:
-            if swapped is not None:
-                owners = [*owners, swapped.in_use(operands)]
-                begun = [*begun, *swapped.leaving(operands)]
+        with contextlib.ExitStack() as stack:
+            leaving = [] if swapped is None else stack.enter_context(swapped.stepping())
             self.engine.submit(
                 coming,
                 hypers,
@@ -349,7 +351,8 @@ class Partitions(Uploads):
                 num_settled=self.engine.store.num_settled,
                 owners=owners,
                 order=self._spans.places,
-                begun=begun,
+                protections=protections,
+                begun=[*begun, *leaving],
             )
         self.gradients.note_step(grad_scale)
 
@@ -391,12 +394,17 @@ class Partitions(Uploads):
                     found[0].numel(),
                 )
             return False
-        self._writes.protect(parts)
+        self.begin_with(self._writes.protection([], parts))
         return True
 
-    def _wait_for_parts(self, parts: Iterable[Sequence[Fragment]]) -> bool:
+    def begin_with(self, protection: Protection | None) -> None:
+        """Has the step that comes begin with this. Call it as `protect`."""
+        if protection is not None:
+            self._protections.append(protection)
+
+    def _wait_for_parts(self, parts: Iterable[Sequence[Fragment]]) -> None:
         with self._thread_wait.waiting():
-            return self.wait_for(fragment for part in parts for fragment in part)
+            self.wait_for(fragment for part in parts for fragment in part)
 
     # ---- waits ----
 
@@ -408,22 +416,18 @@ class Partitions(Uploads):
         # A gradient that has not come down stops a step before the submit.
         with contextlib.suppress(OSError, RuntimeError):
             self.arrive()
-        self.engine.withdraw()
         with contextlib.suppress(OSError):
             self.finish()
 
-    def wait(self, params: Iterable[torch.Tensor], /) -> bool:
-        """The current stream and the step's stream wait for the weights of `params`.
-
-        Returns whether these are the weights of the last step; not so while one is being submitted.
-        """
+    def wait(self, params: Iterable[torch.Tensor], /) -> None:
+        """The current stream and the step's stream wait for the weights of `params`."""
         self.gradients.let_go()
-        return self.engine.wait(params)
+        self.engine.wait(params)
 
-    def wait_for(self, fragments: Iterable[Fragment]) -> bool:
+    def wait_for(self, fragments: Iterable[Fragment]) -> None:
         """As `wait`, of fragments."""
         self.gradients.let_go()
-        return self.engine.wait_for(self._spans.windows(fragments))
+        self.engine.wait_for(self._spans.windows(fragments))
 
     def wait_for_all(self) -> None:
         """The current stream and the step's stream wait for all weights that come with the step.
@@ -450,7 +454,7 @@ class Partitions(Uploads):
         if not self._finalizer.alive:
             return
         # Read before the wait: a step may be submitted on another thread meanwhile.
-        step, is_last_step = self._writes.num_steps, self.engine.is_last_step
+        step = self._writes.num_steps
         last = self.engine.submitted
         self.engine.finish()
         if self._gatherer is not None:
@@ -460,8 +464,7 @@ class Partitions(Uploads):
             # Of a step once: gradients that are on their way would be waited for, too.
             self.engine.synchronize()
             self._drained = last
-        if is_last_step:
-            self._writes.clear(step)
+        self._writes.clear(step)
         if self._copies and self._copied is not last:
             with torch.no_grad():
                 for weight, master in self._copies:

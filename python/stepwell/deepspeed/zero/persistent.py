@@ -11,6 +11,7 @@ the order of the partitions: whether one of them waits in `step()` is its own ma
 from __future__ import annotations
 
 import threading
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -53,27 +54,25 @@ class PersistentUploads(Uploads):
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def expect(self, uploads: Mapping[torch.Tensor, Upload]) -> None:
-        """The step that comes has these. Their targets were made on the current stream."""
-        with self._lock:
-            self._uploads = dict(uploads)
+    def submission(self, uploads: Mapping[torch.Tensor, Upload]) -> list[partial[None]]:
+        """The call that has uses wait for `uploads`, made directly after the step is submitted.
+
+        Their targets were made on the current stream. Nothing waits for others by then.
+        """
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        return [partial(self._uploads.update, uploads)]
 
-    def wait(self, params: Iterable[torch.Tensor], /) -> bool:
-        """Waits until the new weights of `params` are on the device, for all streams.
-
-        Returns whether these are the weights of the last step; not so while one is being submitted.
-        """
+    def wait(self, params: Iterable[torch.Tensor], /) -> None:
+        """Waits until the new weights of `params` are on the device, for all streams."""
         with self._lock:
             found = {param: self._uploads[param] for param in params if param in self._uploads}
-            is_last_step = self._partitions.wait_for(upload.fragment for upload in found.values())
-            if is_last_step and found:
+            self._partitions.wait_for(upload.fragment for upload in found.values())
+            if found:
                 self._copy(found.values())
-                # A program may write to them from now on.
-                for param in found:
-                    del self._uploads[param]
-        return is_last_step
+            # A program may write to them from now on.
+            for param in found:
+                del self._uploads[param]
 
     @torch.no_grad()
     def _copy(self, uploads: Iterable[Upload]) -> None:

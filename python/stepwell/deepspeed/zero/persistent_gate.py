@@ -9,6 +9,7 @@ it they are gathered, in memory of the step. What it reads of them, and the prog
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +21,6 @@ from stepwell.deepspeed.zero.persistent import PersistentUploads, Upload
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from functools import partial
 
     from stepwell.deepspeed.zero.partition import Fragment
     from stepwell.deepspeed.zero.partitions import Partitions
@@ -48,6 +48,8 @@ class PersistentGate:
         self._gathers = None if peers is None else GatheredPersistents(partitions, peers)
         self._uploads: PersistentUploads
         self._gate: Gate | None = None
+        # What is called when the step that comes has begun.
+        self._begun: list[partial[Any]] = []
 
     def watch(self, module: torch.nn.Module) -> None:
         """Forwards of `module` are those that use the parameters, and wait for them."""
@@ -95,28 +97,35 @@ class PersistentGate:
         return uploads
 
     def open(self, uploads: Mapping[Any, Upload], *, is_protected: bool) -> None:
-        """Uses of `uploads` wait from now on, before the step is submitted.
+        """Has uses of `uploads` wait, of the step that comes, from its beginning on.
 
         Args:
             uploads: of this step.
             is_protected: whether every use of what the step writes waits. If not, one rank leaves
                 them to DeepSpeed.
         """
+        self._begun = []
         # Several ranks gather, whether this one waits or not.
         if self._gate is None or not uploads or not (is_protected or self._gathers):
             return
         if self._gathers is None:
-            self._uploads.expect(uploads)
+            self._begun += self._uploads.submission(uploads)
         for param, upload in uploads.items():
-            param.data = upload.target[: param.ds_numel].view(param.ds_shape)
+            data = upload.target[: param.ds_numel].view(param.ds_shape)
+            self._begun.append(partial(setattr, param, "data", data))
             # So DeepSpeed does not gather it.
-            param.ds_status = ZeroParamStatus.AVAILABLE
-        if self._gate.is_open:
-            self._gate.open(uploads)
+            self._begun.append(partial(setattr, param, "ds_status", ZeroParamStatus.AVAILABLE))
+        self._partitions.begin_with(self._gate.opening(uploads))
 
     def submission(self, uploads: Mapping[Any, Upload]) -> list[partial[Any]]:
-        """The calls that begin to gather `uploads`, made directly after the step is submitted."""
-        return [] if self._gathers is None else self._gathers.submission(uploads)
+        """The calls by which `uploads` come, made directly after the step is submitted.
+
+        Args:
+            uploads: as `open` was given them.
+        """
+        # They refer to weights, of which those references are counted that nothing knows.
+        begun, self._begun = self._begun, []
+        return begun if self._gathers is None else begun + self._gathers.submission(uploads)
 
     def end_step(self, *, is_protected: bool) -> None:
         """The step waits for what nothing else would, and for all unless `is_protected`."""

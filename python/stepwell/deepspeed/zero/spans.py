@@ -15,7 +15,7 @@ import torch
 
 from stepwell import _state
 from stepwell._tensors import name_of, view
-from stepwell.access.under_way import without_waiting
+from stepwell.access.descriptive import without_waiting
 from stepwell.store.deferred import Extents
 from stepwell.store.engine import Window
 

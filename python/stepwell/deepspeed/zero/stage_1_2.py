@@ -36,7 +36,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import (
     DeepSpeedZeroOptimizer,
 )
 
-from stepwell.access.under_way import without_waiting
+from stepwell.access.descriptive import without_waiting
 from stepwell.deepspeed.release import has_fp32_sums
 from stepwell.deepspeed.state.home import Home
 from stepwell.deepspeed.zero.backward import Backward
@@ -488,7 +488,9 @@ class OffloadZeroOptimizer(Offloaded, DeepSpeedZeroOptimizer):  # type: ignore[m
 
         Returns what a deferred step updates at once; None: it is exact.
         """
-        is_open = self._gate is not None and self._gate.open_all()
+        opening = None if self._gate is None else self._gate.opening_all()
+        self._partitions.begin_with(opening)
+        is_open = opening is not None
         self._is_guarded = is_open and self._protect(operands)
         return None
 

@@ -13,15 +13,15 @@ import logging
 import threading
 import weakref
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from stepwell import _core, _state
 from stepwell._budget import GIB, share_of_free_bytes
 from stepwell._tensors import view
-from stepwell.access.under_way import without_waiting
-from stepwell.deepspeed.zero.lease import Lease
+from stepwell.access.descriptive import without_waiting
+from stepwell.deepspeed.zero.lease import Brought, Lease
 from stepwell.ranks.collective import Ranks
 from stepwell.store.places import MASTER, Places
 from stepwell.store.sharded_volume import agree_on_counts
@@ -29,7 +29,7 @@ from stepwell.store.state_volume import StateVolume
 from stepwell.store.volume_end import end_with
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from stepwell.deepspeed.zero.partition import Partition
     from stepwell.store.volume import Volume
@@ -44,7 +44,7 @@ class SwappedPartitions:
 
     Attributes:
         volume: has it, by the partitions' numbers.
-        leases: of the partitions whose state is there.
+        leases: of the partitions whose state is there. A step steps all of them.
         lock: held while state is brought, which a signal's handler may use, or a step begins.
 
     Args:
@@ -68,6 +68,7 @@ class SwappedPartitions:
         limit = "stepwell.host_bytes_max"
         self.volume: StateVolume[int] = StateVolume(options, limit=limit, workers=threads)
         self.leases: dict[int, Lease] = {}
+        self._brought = Brought({}, set())
         self.lock = threading.RLock()
         self._new_state, self._identity, self._rank = new_state, identity, rank
         # Of host sides: the end of the volume holds no lease.
@@ -113,13 +114,12 @@ class SwappedPartitions:
                 raise
         for group in volume.places:
             partition = partitions[group]
-            self.leases[group] = Lease(volume, group, partition, between_steps=between_steps)
+            self.leases[group] = Lease(
+                volume, group, partition, self._brought, between_steps=between_steps
+            )
+        self._brought.unstepped.update(self.leases)
         self._closing = end_with(self, volume, between_steps)
-        self._letting_go = weakref.finalize(self, _let_go, self.leases)
-        for call in self.leaving(self.leases):
-            call()
-        for lease in self.leases.values():
-            lease.was_stepped = False
+        self._letting_go = weakref.finalize(self, _let_go, self.leases, self._brought)
 
     def _choose(self, partitions: Sequence[Partition], host_bytes: int) -> tuple[str, int] | None:
         """What this rank has on its volume; None: there is no state, or all fits."""
@@ -168,7 +168,7 @@ class SwappedPartitions:
         counts = self.volume.counts
         if counts is None:
             return 0
-        self.leases[group].was_stepped = True
+        self._brought.unstepped.discard(group)
         self.volume.read_weights(group)
         return counts[group]
 
@@ -176,21 +176,18 @@ class SwappedPartitions:
         """Whether the master of a partition is on the volume, and not only its moments."""
         return group in self.leases and MASTER in self.leases[group].tensors
 
-    def in_use(self, groups: Iterable[int]) -> list[torch.UntypedStorage]:
-        """Memory that the coming step of these partitions reads, and that is let go of then."""
-        leases = [self.leases[group] for group in groups if group in self.leases]
-        with without_waiting():
-            return [
-                tensor.untyped_storage()
-                for lease in leases
-                if not lease.is_away
-                for tensor in lease.tensors.values()
-            ]
+    @contextlib.contextmanager
+    def stepping(self) -> Iterator[list[Callable[[], object]]]:
+        """A context in which a step begins, and nothing is brought.
 
-    def leaving(self, groups: Iterable[int]) -> list[partial[Any]]:
-        """The calls of that step after which their state is on the volume, as `Lease.leaving`."""
-        leases = [self.leases[group] for group in groups if group in self.leases]
-        return [call for lease in leases for call in lease.leaving()]
+        It gives what is called when the step has begun, functions of C: all state is away then.
+        """
+        with self.lock:
+            memories, unstepped = self._brought
+            # What goes with them goes at the end of this.
+            before = list(memories.values())
+            yield [memories.clear, unstepped.clear]
+            before.clear()
 
     def close(self) -> None:
         """Ends the use of the volume, when no step is under way.
@@ -264,6 +261,7 @@ def _between_steps(
         yield
 
 
-def _let_go(leases: dict[int, Lease]) -> None:
+def _let_go(leases: dict[int, Lease], brought: Brought) -> None:
     for lease in leases.values():
         lease.let_go()
+    brought.memories.clear()
