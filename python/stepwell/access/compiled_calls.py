@@ -39,20 +39,20 @@ class CompiledCall:
     Args:
         module: the module.
         key: whose it is.
-        before: called with the module and its arguments, before the compiled code.
-        behind: called with the module when that has ended.
+        before: called as a forward pre-hook, before the compiled code.
+        behind: called as a forward hook when that has ended; with None where it has raised.
     """
 
     def __init__(
         self,
         module: torch.nn.Module,
         key: str,
-        before: Callable[..., None],
-        behind: Callable[..., None],
+        before: Callable[..., Any],
+        behind: Callable[..., Any],
     ) -> None:
         self._key = key
         self._module = weakref.ref(module)
-        self._before: Callable[..., None] | None = before
+        self._before: Callable[..., Any] | None = before
         self._behind = behind
         self._call: Callable[..., Any] = module.__dict__[_PLACE]
         module.__dict__[_PLACE] = self
@@ -62,11 +62,12 @@ class CompiledCall:
         module = self._module()
         if self._before is None or module is None or torch.compiler.is_compiling():
             return self._call(*args, **kwargs)
-        self._before(module, args)
+        changed, output = self._before(module, args), None
         try:
-            return self._call(*args, **kwargs)
+            output = self._call(*(args if changed is None else changed), **kwargs)
+            return output
         finally:
-            self._behind(module)
+            self._behind(module, args, output)
 
     @staticmethod
     def keys_of(module: torch.nn.Module) -> list[str]:

@@ -30,6 +30,7 @@ _STEPWELL: dict[str, Callable[[str], Any]] = {
     "deferred": int,
     "fraction": float,
     "resident": float,
+    "streamed": _flag,
 }
 _VOLUME: dict[str, Callable[[str], Any]] = {
     "durability": partial(_is, "none"),

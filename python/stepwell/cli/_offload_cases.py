@@ -208,6 +208,8 @@ def _stepwell(case: Case, workload: Workload, model: torch.nn.Module) -> Run:
         numel = sum(param.numel() for param in model.parameters())
         numel = int(given["resident"] * numel)
         options["device_bytes_max"] = _core.DeviceSteps.state_nbytes(numel)
+    if "streamed" in given:
+        options["weights"] = "host"
     if "untold" not in given:
         options["accumulation_steps"] = workload.accumulation
     return stepwell_run(workload, model, gives_model="no model" not in given, **options)
@@ -543,6 +545,10 @@ def main(name: str, workload: Workload) -> dict[str, Any]:
     run = prepare(name, workload, model)
     sync(device)
     prepared = time.perf_counter() - begin
+    if device.type == "cuda":
+        # Weights that training has in host memory were made on the device.
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
     result |= train(workload, device, run)
     # ZeRO-3 leaves nothing in a parameter itself.
     numel = sum(getattr(param, "ds_numel", param.numel()) for param in model.parameters())

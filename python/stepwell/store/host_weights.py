@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_map
 
 from stepwell import _core
 from stepwell._tensors import COUNT_ALONE, references, tensor_on
+from stepwell.access.compiled_calls import CompiledCall, is_compiled, is_compiled_in_place
 from stepwell.access.descriptive import without_waiting
 from stepwell.access.writes import Writes, begin, end
 from stepwell.weights.calls import Calls, Hook
@@ -140,15 +141,16 @@ class _Away:
         self._owner = weakref.ref(owner)
 
     def use(self, tensors: Sequence[torch.Tensor] | None) -> None:
+        if tensors is None:
+            # All are waited for, and those that are away are not used.
+            return
         owner = self._owner()
         if owner is None:
             raise ValueError(
                 "a parameter is used whose weight was in host memory with its model, which is "
                 "gone. hint: keep the model as long as its parameters"
             )
-        # None: all are waited for, and those that are away are not used.
-        if tensors is not None:
-            owner.bring(tensors)
+        owner.bring(tensors)
 
 
 class HostWeights:
@@ -182,7 +184,9 @@ class HostWeights:
         self.buffers: list[_core.Buffer] = []
         """The memory of weights that are not stepped."""
         self._stack: list[torch.nn.Module] = []
-        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        # Modules whose calls are compiled code.
+        self._compiled: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self._handles: list[torch.utils.hooks.RemovableHandle | CompiledCall] = []
         # Sizes are known when the model is.
         self._fetcher: Fetcher
         self._make_fetcher(0)
@@ -249,7 +253,15 @@ class HostWeights:
             sees_passes=True,
         )
         for module in model.modules():
-            self._handles += calls.watch(module)
+            if is_compiled(module):
+                self._compiled.add(module)
+        within = {each for module in self._compiled for each in module.modules()}
+        for module in model.modules():
+            is_in_place = is_compiled_in_place(module)
+            if is_in_place:
+                self._handles.append(calls.watch_compiled(module, str(id(self))))
+            is_within = is_in_place or (module in within and module not in self._compiled)
+            self._handles += calls.watch(module, is_within_compiled=is_within)
             if module._parameters:
                 self._handles += [
                     # torch has no types for these.
@@ -271,7 +283,10 @@ class HostWeights:
             self.place(param, place)
 
     def _weights_of(self, module: torch.nn.Module) -> Sequence[_HostWeight]:
-        own = map(self._weights.get, map(id, module._parameters.values()))
+        params: Any = module._parameters.values()
+        if module in self._compiled:
+            params = module.parameters()
+        own = map(self._weights.get, map(id, params))
         found = [weight for weight in own if weight is not None and weight.numel]
         if within := self._used_within.get(id(module)):
             found += within

@@ -1,7 +1,8 @@
 """Calls of modules, in which hooks have their weights on the device.
 
-There are two hooks per module. A backward takes no node of its own in autograd's graph, which would
-cost more than a small module's launch. It has hooks on nodes that are there:
+A module that torch.compile has compiled has its hooks around the compiled code, and those within it
+are not traced. There are two hooks per module. A backward takes no node of its own in autograd's
+graph, which would cost more than a small module's launch. It has hooks on nodes that are there:
 
 - The backward of a module begins when a node of its outputs is about to run. Where an output is a
   view, that is a node of its base: a view that is written in place loses its own.
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from stepwell.access.compiled_calls import CompiledCall
 from stepwell.weights.fetcher import backward_id
 
 if TYPE_CHECKING:
@@ -86,12 +88,27 @@ class Calls:
         """Has each forward of a whole model begin a pass. Comes before `watch`."""
         return model.register_forward_pre_hook(Hook(self._begin_pass))
 
-    def watch(self, module: torch.nn.Module) -> list[RemovableHandle]:
-        """Has a module's weights come for its calls."""
+    def watch(
+        self, module: torch.nn.Module, *, is_within_compiled: bool = False
+    ) -> list[RemovableHandle]:
+        """Has a module's weights come for its calls.
+
+        Args:
+            module: the module.
+            is_within_compiled: whether its calls are compiled code, or a part of some, around which
+                all weights beneath come.
+        """
+        begin, end = (Hook(h, is_traced=not is_within_compiled) for h in (self._begin, self._end))
+        # With hooks that are always called compiled code stops at each module.
+        is_always_called = self._sees_passes and not is_within_compiled
         return [
-            module.register_forward_pre_hook(Hook(self._begin)),
-            module.register_forward_hook(Hook(self._end), always_call=self._sees_passes),
+            module.register_forward_pre_hook(begin),
+            module.register_forward_hook(end, always_call=is_always_called),
         ]
+
+    def watch_compiled(self, module: torch.nn.Module, key: str) -> CompiledCall:
+        """Has the weights of a module that was compiled in place come around the compiled code."""
+        return CompiledCall(module, key, Hook(self._begin), Hook(self._end))
 
     def _begin_pass(self, *_: Any) -> None:
         """Activation checkpoints of the whole model have forwards in the backward."""
@@ -230,15 +247,19 @@ class Hook:
     """A hook of a module, into which a compiler of the model does not look.
 
     A copy of its module, or a pickle, has what does nothing in its place.
+
+    Args:
+        hook: what is called.
+        is_traced: whether compiled code stops for it; else it does not know of it.
     """
 
-    def __init__(self, hook: Callable[..., Any]) -> None:
-        self._hook = hook
+    def __init__(self, hook: Callable[..., Any], *, is_traced: bool = True) -> None:
+        self._hook, self._is_traced = hook, is_traced
 
     def __call__(self, *args: Any) -> Any:
         """Calls the hook as it would be called without a compiler."""
         if torch.compiler.is_compiling():
-            return _uncompiled(self._hook, *args)
+            return _uncompiled(self._hook, *args) if self._is_traced else None
         return self._hook(*args)
 
     def __reduce__(self) -> tuple[Any, ...]:
