@@ -41,7 +41,8 @@ REFUSED = [
     *given(offload, "host_bytes_max", NO_BYTES),
     *given(offload, "device_bytes_max", NO_BYTES),
     *given(offload, "clip_norm", [0, -1.0, math.nan, "x", torch.ones(2), 1j]),
-    *given(offload, "accumulate", NO_CHOICES),
+    *given(offload, "accumulate", [each for each in NO_CHOICES if each is not None]),
+    *given(offload, "weights", NO_CHOICES),
     *given(offload, "deferred", [4, "x"]),
     *given(offload, "tier", ["/tmp", 4]),
     *(
