@@ -1,8 +1,7 @@
 """Spans of partitions: how a fragment of a parameter is cut where its updates are deferred."""
 
 import pytest
-from stepwell.deepspeed.zero.partition import Fragment
-from stepwell.deepspeed.zero.spans import Source, runs_of
+from stepwell.deepspeed.zero.partition import Fragment, Source, runs_of
 
 
 @pytest.mark.parametrize("row_len", [0, 1, 7])

@@ -270,8 +270,12 @@ class OffloadAdamW(AdamW):
         if weights == "host":
             assert model is not None
             where = next(model.parameters()).device if device is None else torch.device(device)
+            background = weakref.ref(self._background)
             self._host.weights = HostWeights(
-                where, self._background, lock=self._background.lock(), reread=_reread_of(self)
+                where,
+                lambda: None if (alive := background()) is None else alive.engine,
+                lock=self._background.lock(),
+                reread=_reread_of(self),
             )
         self._steps = Steps(self._host, self._collector, self._background)
         self._spans = Spans(

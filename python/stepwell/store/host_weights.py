@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Sequence
 
     from stepwell.access.writes import Protection
-    from stepwell.store.background import Background
+    from stepwell.store.engine import Engine
 
 __all__ = ["BORROWED_BYTES_MAX", "HostWeights"]
 
@@ -158,7 +158,7 @@ class HostWeights:
 
     Args:
         device: where modules use them.
-        background: has the engine that steps them.
+        engine: gives what steps them; None: nothing does.
         lock: what a thread has that submits a step.
         reread: called with parameters that the program has written, to copy them to the host;
             returns those that it knows.
@@ -167,13 +167,13 @@ class HostWeights:
     def __init__(
         self,
         device: torch.device,
-        background: Background,
+        engine: Callable[[], Engine | None],
         *,
         lock: Any,
         reread: Callable[[Sequence[torch.Tensor]], Iterable[torch.Tensor]],
     ) -> None:
         self.device = device
-        self._background = weakref.ref(background)
+        self._engine = engine
         self._lock, self._reread = lock, reread
         # By the parameter's id, which the weight holds.
         self._weights: dict[int, _HostWeight] = {}
@@ -385,13 +385,11 @@ class HostWeights:
                 weight.view.copy_(weight.source)
 
     def _wait(self, params: Sequence[torch.Tensor]) -> None:
-        background = self._background()
-        if background is not None and background.engine is not None:
-            background.engine.wait(params)
+        if (engine := self._engine()) is not None:
+            engine.wait(params)
 
     def _has_step_ended(self) -> bool:
-        background = self._background()
-        engine = None if background is None else background.engine
+        engine = self._engine()
         return engine is None or not engine.busy
 
 

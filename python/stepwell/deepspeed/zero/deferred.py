@@ -26,9 +26,9 @@ import torch
 
 from stepwell.access.gate import LANDING_BYTES_MAX
 from stepwell.deepspeed.logs import warn
+from stepwell.deepspeed.zero.partition import Source
 from stepwell.deepspeed.zero.partitions import Partitions
 from stepwell.deepspeed.zero.pending import Deferral, Pending
-from stepwell.deepspeed.zero.spans import Source
 from stepwell.deepspeed.zero.stage_1_2 import OffloadZeroOptimizer
 from stepwell.store.deferred_steps import DeferralMetrics, DeferredSteps, StepKind
 

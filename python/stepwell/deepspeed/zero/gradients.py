@@ -36,8 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from stepwell.deepspeed.zero.lanes import Lane
-    from stepwell.deepspeed.zero.partition import Fragment
-    from stepwell.deepspeed.zero.spans import Run
+    from stepwell.deepspeed.zero.partition import Fragment, Run
 
 __all__ = ["Gradients"]
 

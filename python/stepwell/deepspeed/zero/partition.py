@@ -1,4 +1,4 @@
-"""A flat partition, what this rank steps of one group, and where parameters lie in it.
+"""A flat partition, what this rank steps of one group; where parameters and spans lie in it.
 
 Imports no DeepSpeed.
 """
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["Fragment", "Partition", "without_data"]
+__all__ = ["Fragment", "Partition", "Run", "Source", "runs_of", "without_data"]
 
 
 class Fragment(NamedTuple):
@@ -21,6 +21,45 @@ class Fragment(NamedTuple):
     """First element, within the partition."""
     numel: int
     """How many."""
+
+
+class Source(NamedTuple):
+    """Where a fragment lies in its parameter."""
+
+    first: int
+    """Its first element there."""
+    row_len: int
+    """Elements of a row of the parameter; 0: it is no matrix."""
+
+
+class Run(NamedTuple):
+    """A span of the engine."""
+
+    group: int
+    """Number of the group."""
+    begin: int
+    """First element, within the partition."""
+    numel: int
+    """How many."""
+    row_len: int
+    """Elements of a row; 0: it is no matrix."""
+
+
+def runs_of(fragment: Fragment, source: Source) -> list[Run]:
+    """The whole rows of a fragment, and what is cut of a row before and behind them."""
+    group, begin, numel = fragment
+    row_len = source.row_len
+    if not row_len:
+        return [Run(group, begin, numel, 0)] if numel else []
+    head = min(-source.first % row_len, numel)
+    whole = (numel - head) // row_len * row_len
+    parts = ((head, 0), (whole, row_len), (numel - head - whole, 0))
+    runs = []
+    for count, length in parts:
+        if count:
+            runs.append(Run(group, begin, count, length))
+        begin += count
+    return runs
 
 
 class Partition(NamedTuple):

@@ -14,9 +14,9 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from stepwell.deepspeed.zero.partition import Fragment
+    from stepwell.deepspeed.zero.partition import Fragment, Source
     from stepwell.deepspeed.zero.run_gradients import RunGradients
-    from stepwell.deepspeed.zero.spans import Source, Spans
+    from stepwell.deepspeed.zero.spans import Spans
     from stepwell.store.deferred import Deferred
     from stepwell.store.engine import Engine, Submitted
 

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from stepwell import _core
-    from stepwell.deepspeed.zero.partition import Fragment
-    from stepwell.deepspeed.zero.spans import Run
+    from stepwell.deepspeed.zero.partition import Fragment, Run
 
 __all__ = ["RunGradients"]
 

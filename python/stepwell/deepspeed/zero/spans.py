@@ -16,6 +16,7 @@ import torch
 from stepwell import _state
 from stepwell._tensors import name_of, view
 from stepwell.access.descriptive import without_waiting
+from stepwell.deepspeed.zero.partition import Run, runs_of
 from stepwell.store.deferred import Extents
 from stepwell.store.engine import Window
 
@@ -25,49 +26,10 @@ if TYPE_CHECKING:
     from stepwell import _core
     from stepwell.deepspeed.zero.gradients import Gradients
     from stepwell.deepspeed.zero.operands import Operand
-    from stepwell.deepspeed.zero.partition import Fragment, Partition
+    from stepwell.deepspeed.zero.partition import Fragment, Partition, Source
     from stepwell.deepspeed.zero.run_gradients import RunGradients
 
-__all__ = ["Run", "Source", "Spans", "runs_of"]
-
-
-class Source(NamedTuple):
-    """Where a fragment lies in its parameter."""
-
-    first: int
-    """Its first element there."""
-    row_len: int
-    """Elements of a row of the parameter; 0: it is no matrix."""
-
-
-class Run(NamedTuple):
-    """A span of the engine."""
-
-    group: int
-    """Number of the group."""
-    begin: int
-    """First element, within the partition."""
-    numel: int
-    """How many."""
-    row_len: int
-    """Elements of a row; 0: it is no matrix."""
-
-
-def runs_of(fragment: Fragment, source: Source) -> list[Run]:
-    """The whole rows of a fragment, and what is cut of a row before and behind them."""
-    group, begin, numel = fragment
-    row_len = source.row_len
-    if not row_len:
-        return [Run(group, begin, numel, 0)] if numel else []
-    head = min(-source.first % row_len, numel)
-    whole = (numel - head) // row_len * row_len
-    parts = ((head, 0), (whole, row_len), (numel - head - whole, 0))
-    runs = []
-    for count, length in parts:
-        if count:
-            runs.append(Run(group, begin, count, length))
-        begin += count
-    return runs
+__all__ = ["Spans"]
 
 
 class _Held(NamedTuple):
