@@ -139,13 +139,17 @@ WRITES = {
 
 
 def other_values(seed, param):
-    """Values for a parameter, of which none is what is there.
+    """Values for a parameter, of which none is what is there, or was there before a write.
 
     `AdamW` drops the trailing bits of a chunk that was written, and beside a device those of the
-    elements. So what is compared writes all of them.
+    elements that differ from those of the last step. So what is compared writes all of them.
     """
+    known = vars(param).setdefault("known", [])
+    known.append(param.detach().clone())
     new = values(seed, param.shape, param.dtype)
-    return torch.where(new == param.detach(), new + 1, new)
+    while (is_known := sum(new == each for each in known if each.shape == new.shape) > 0).any():
+        new = torch.where(is_known, new + 1, new)
+    return new
 
 
 def written(how, index, seed):
