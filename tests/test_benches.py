@@ -159,3 +159,13 @@ def test_offload_on_two_ranks(tmp_path):
     assert ours["breakdown"]["bytes_downloaded"] < 2 * 4983040
     assert ours["norms_agree"]
     assert ours["losses"][-1] < ours["losses"][0]
+
+
+def test_weights_in_host_memory_beside_those_on_the_device(tmp_path):
+    pytest.importorskip("transformers")
+    size = ("--size", "tiny", "--tokens", "16", "--steps", "2")
+    ended = bench("streamed", *size, cwd=tmp_path, CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
+    assert ended.returncode == 0, ended.stderr
+    row = json.loads(ended.stdout.splitlines()[-1])
+    assert row["tokens"] == 16
+    assert min(row[name] for name in ("streamed_forward", "streamed_backward", "step")) > 0
