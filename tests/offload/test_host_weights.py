@@ -549,6 +549,7 @@ def test_what_does_not_go_with_weights_in_host_memory_is_refused():
         ({"weights": "host", "accumulate": "device"}, "`accumulate` is `device`"),
         ({"weights": "host", "deferred": stepwell.Deferred()}, "`deferred` is given"),
         ({"weights": "host", "device_bytes_max": 1 << 20}, "`device_bytes_max`"),
+        ({"weights": "host", "device": "nowhere"}, "`device` is `nowhere`"),
         ({"device": "cpu"}, "`device` is `cpu` and `weights` is `device`"),
     ]:
         with pytest.raises(ValueError, match=why):

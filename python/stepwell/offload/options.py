@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias, get_args
+
+import torch
 
 from stepwell._checks import choice
 from stepwell.store.deferred import Deferred
 from stepwell.store.volume import Volume
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = ["Accumulate", "Place", "check_options"]
 
@@ -51,7 +50,7 @@ def check_options(
         _check_deferred_on_volume(deferred, tier)
     _check_device_bytes(device_bytes_max, accumulate=accumulate, tier=tier)
     if weights == "host":
-        _check_host_weights(has_model=has_model, accumulate=accumulate)
+        _check_host_weights(device, has_model=has_model, accumulate=accumulate)
     elif device is not None:
         raise ValueError(
             f"`device` is `{device}` and `weights` is `device`, expected None: parameters stay "
@@ -59,8 +58,16 @@ def check_options(
         )
 
 
-def _check_host_weights(*, has_model: bool, accumulate: Accumulate) -> None:
+def _check_host_weights(
+    device: torch.device | str | None, *, has_model: bool, accumulate: Accumulate
+) -> None:
     """Raises ValueError where weights cannot lie in host memory."""
+    try:
+        torch.empty(0, device="cpu" if device is None else device)
+    except (RuntimeError, AssertionError, TypeError) as error:
+        raise ValueError(
+            f"`device` is `{device}`, expected one that torch can use here. hint: device='cuda'"
+        ) from error
     if not has_model:
         raise ValueError(
             "`weights` is `host` and no model is given, whose modules would fetch them. "
