@@ -41,6 +41,19 @@ def with_groups(config):
     return found
 
 
+def cleared(config):
+    """Gradients are cleared between a backward and its step, and before another backward."""
+    engine = initialize(perceptron(), config)
+    optimizer = engine.optimizer
+    found = train(engine, vectors(2), loss_of, before_step=optimizer.zero_grad)
+    engine.backward(loss_of(engine, next(vectors(1))))
+    optimizer.zero_grad()
+    found += train(engine, vectors(2, first=2), loss_of)
+    found = found, partitions(engine)
+    engine.destroy()
+    return found
+
+
 def gradients():
     """Those of a parameter in the share and of another: found, set, and stepped."""
     from deepspeed import utils
@@ -98,6 +111,9 @@ def program_twin_flow(result, folder):
         result[name] = both(config, steps=3)
     result["groups"] = [
         with_groups(halved() | {"stepwell": {"engine": engine}}) for engine in (True, False)
+    ]
+    result["cleared"] = [
+        cleared(halved() | {"stepwell": {"engine": engine}}) for engine in (True, False)
     ]
     result["nonfinite"] = poisoned(halved(dtype="bf16"))
     result["gradients"] = gradients()

@@ -71,6 +71,12 @@ def test_each_sub_group_has_the_options_of_its_parameter_group(runs):
     assert_close_partitions(ours, theirs)
 
 
+def test_a_share_keeps_cleared_gradients_as_long_as_the_host_does(runs):
+    (losses, ours), (expected, theirs) = runs["cleared"]
+    assert_close(losses, expected, RTOL["fp32"])
+    assert_close_partitions(ours, theirs)
+
+
 def test_a_nonfinite_gradient_skips_the_step_of_both(runs):
     run = runs["nonfinite"]
     assert run["norm"] == math.inf

@@ -374,8 +374,7 @@ class Gradients:
             self._adder.finish()
 
     def drop_sums(self) -> None:
-        """Forgets all gradients that are not complete, and all of the share."""
-        self._share.drop()
+        """Forgets all gradients that are not complete."""
         if self._on_host:
             # What is still being added would be written over the next gradient.
             self.arrive()

@@ -347,8 +347,10 @@ class OffloadZeroOptimizerStage3(Offloaded, DeepSpeedZeroOptimizer_Stage3):  # t
         self, params_to_release: Sequence[Any], grad_partitions: Sequence[torch.Tensor]
     ) -> None:
         """This rank's pieces of some gradients are reduced."""
-        if self._backward.pop_cleared() and self._partitions.gradients.is_any_complete:
-            self._partitions.drop()
+        if self._backward.pop_cleared():
+            self._share.drop()
+            if self._partitions.gradients.is_any_complete:
+                self._partitions.drop()
         # Beyond the end of a parameter that does not divide by the ranks there is nothing.
         fragments = [
             self._fragment(param)
