@@ -44,11 +44,6 @@ def num_pending(optimizer):
     return len(engine_of(optimizer).pending_params)
 
 
-def is_pending(optimizer, param):
-    """Whether an update of it is deferred."""
-    return any(each is param for each in engine_of(optimizer).pending_params)
-
-
 def host_weight(optimizer, param):
     """The host side of a weight: what was uploaded last, or will be next."""
     return optimizer._twins.weight(param)
@@ -82,11 +77,6 @@ def is_any_under_way(optimizer):
 def swapped_of(optimizer):
     """Its state on drives."""
     return optimizer._host.swapped
-
-
-def follow_groups(optimizer):
-    """It looks at what the program has done to its groups, as loads and new groups have it do."""
-    optimizer._follow_groups()
 
 
 def begin(protection):
@@ -127,11 +117,6 @@ def are_weights_late(zero):
     """Whether weights on the device lack an update of a ZeRO optimizer, or DeepSpeed's, of one."""
     pending = getattr(getattr(zero, "_partitions", None), "pending", None)
     return pending is not None and not pending.is_landed
-
-
-def swapped_of_zero(zero):
-    """The state of a ZeRO optimizer on drives."""
-    return zero._operands.swapped
 
 
 def is_on_device(zero, param):

@@ -39,7 +39,6 @@ __all__ = [
     "nbytes_of",
     "new",
     "packed",
-    "part_length",
     "part_names",
     "placed",
     "refreshed",
@@ -173,14 +172,6 @@ def _problem(param: torch.Tensor, part: _Part, value: object) -> str | None:
 def is_part(name: str) -> bool:
     """Whether `name` is the key of a part of state that grows with the parameter."""
     return name in _PARTS
-
-
-def part_length(name: str) -> Callable[[int], int] | None:
-    """How many entries the part `name` has for so many elements.
-
-    None: one per element, in the parameter's shape.
-    """
-    return _PARTS[name].length
 
 
 def part_names(param: torch.Tensor, moments: str) -> tuple[str, ...]:

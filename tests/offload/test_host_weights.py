@@ -547,8 +547,14 @@ def test_what_does_not_go_with_weights_in_host_memory_is_refused():
     for options, why in [
         ({"weights": "nowhere"}, "`weights` is `nowhere`"),
         ({"weights": "host", "accumulate": "device"}, "`accumulate` is `device`"),
-        ({"weights": "host", "deferred": stepwell.Deferred()}, "`deferred` is given"),
-        ({"weights": "host", "device_bytes_max": 1 << 20}, "`device_bytes_max`"),
+        (
+            {"weights": "host", "deferred": stepwell.Deferred()},
+            "`deferred` is `Deferred.*expected it to be left out",
+        ),
+        (
+            {"weights": "host", "device_bytes_max": 1 << 20},
+            "`device_bytes_max` is `1048576`, expected it to be left out",
+        ),
         ({"weights": "host", "device": "nowhere"}, "`device` is `nowhere`"),
         ({"device": "cpu"}, "`device` is `cpu` and `weights` is `device`"),
     ]:

@@ -49,8 +49,11 @@ CLASSES = {
 }
 """Stepwell's classes, and DeepSpeed's in whose place they are."""
 
-SUBCLASSES = {"OffloadZeroOptimizer": ("deferred", "DeferredZeroOptimizer")}
-"""What a class of these is beside itself: it counts with that class."""
+BESIDE = {
+    "OffloadZeroOptimizer": [("offloaded", "Offloaded"), ("deferred", "DeferredZeroOptimizer")],
+    "OffloadZeroOptimizerStage3": [("offloaded", "Offloaded")],
+}
+"""What counts with a class of these: what it takes methods from, and its subclass."""
 
 GUARDED = {
     "OffloadZeroOptimizer": {
@@ -81,11 +84,11 @@ def methods_of(source, name):
 
 
 def own_methods(file, name):
-    """The methods that a class of Stepwell's defines, with those of its subclass."""
+    """The methods that a class of Stepwell's defines, with those of what is beside it."""
     path = ROOT / f"python/stepwell/deepspeed/zero/{file}.py"
     methods = methods_of(path.read_text(), name)[0]
-    if name in SUBCLASSES:
-        for method, functions in own_methods(*SUBCLASSES[name]).items():
+    for beside in BESIDE.get(name, ()):
+        for method, functions in own_methods(*beside).items():
             methods[method] = methods.get(method, []) + functions
     return methods
 

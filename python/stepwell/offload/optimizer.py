@@ -705,7 +705,8 @@ class OffloadAdamW(AdamW):
         begin = time.perf_counter()
         if self._host.sums_on_host and getattr(self, "found_inf", None) is not None:
             raise ValueError(
-                "GradScaler cannot see gradients under accumulate='host'. hint: accumulate='device'"
+                "GradScaler cannot see gradients that are summed in host memory. "
+                "hint: accumulate='device' and weights='device', or bfloat16 without a scaler"
             )
         if self._host.weights is not None:
             self._host.weights.begin_step()

@@ -31,6 +31,18 @@ def check_options(
     """Raises ValueError for options that are not what `OffloadAdamW` takes."""
     choice(weights, "`weights`", get_args(Place))
     choice(accumulate, "`accumulate`", get_args(Accumulate))
+    if weights == "host":
+        _check_host_weights(
+            device,
+            has_model=has_model,
+            accumulate=accumulate,
+            beside={"deferred": deferred, "device_bytes_max": device_bytes_max or None},
+        )
+    elif device is not None:
+        raise ValueError(
+            f"`device` is `{device}` and `weights` is `device`, expected None: parameters stay "
+            "where they are. hint: model.to(device); or weights='host'"
+        )
     if deferred is not None and not isinstance(deferred, Deferred):
         raise ValueError(
             f"`deferred` is `{deferred!r}`, expected a stepwell.Deferred or None. "
@@ -49,19 +61,22 @@ def check_options(
     if deferred is not None and tier is not None:
         _check_deferred_on_volume(deferred, tier)
     _check_device_bytes(device_bytes_max, accumulate=accumulate, tier=tier)
-    if weights == "host":
-        _check_host_weights(device, has_model=has_model, accumulate=accumulate)
-    elif device is not None:
-        raise ValueError(
-            f"`device` is `{device}` and `weights` is `device`, expected None: parameters stay "
-            "where they are. hint: model.to(device); or weights='host'"
-        )
 
 
 def _check_host_weights(
-    device: torch.device | str | None, *, has_model: bool, accumulate: Accumulate
+    device: torch.device | str | None,
+    *,
+    has_model: bool,
+    accumulate: Accumulate,
+    beside: dict[str, object],
 ) -> None:
     """Raises ValueError where weights cannot lie in host memory."""
+    for name, value in beside.items():
+        if value is not None:
+            raise ValueError(
+                f"`weights` is `host` and `{name}` is `{value}`, expected it to be left out. "
+                "hint: weights='device' where the weights fit"
+            )
     try:
         torch.empty(0, device="cpu" if device is None else device)
     except (RuntimeError, AssertionError, TypeError) as error:

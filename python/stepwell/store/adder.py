@@ -6,9 +6,9 @@ no thread of the host adds. Gradients whose sums lie side by side go together, a
 what the host takes to launch this is per slot, not per gradient. On the CPU a gradient is added in
 place.
 
-Memory: `DEVICE_BYTES` on the GPU. Gradients are bounded there as well: those whose copies are under
-way by `_UNDER_WAY_BYTES_MAX`, those that wait by `_BATCHES_MAX` slots. Cost: a byte of gradient
-crosses the bus once each way, and the host's memory twice. The first of a sum only goes down.
+Memory: three slots of 64 MiB on the GPU. Gradients are bounded there as well: those whose copies
+are under way by `_UNDER_WAY_BYTES_MAX`, those that wait by `_BATCHES_MAX` slots. Cost: a byte of
+gradient crosses the bus once each way, and the host's memory twice. The first of a sum only goes down.
 """
 
 from __future__ import annotations
@@ -27,16 +27,13 @@ if TYPE_CHECKING:
 
     from stepwell import _core
 
-__all__ = ["DEVICE_BYTES", "Adder", "Operation", "add", "add_to_zero", "assign"]
+__all__ = ["Adder", "Operation", "add", "add_to_zero", "assign"]
 
 _SLOTS = 3
 _SLOT_BYTES = 64 << 20
 _UNDER_WAY_BYTES_MAX = 192 << 20
 # Of these each waits for its neighbours. One for each group under ZeRO, one for all without it.
 _BATCHES_MAX = 3
-
-DEVICE_BYTES = _SLOTS * _SLOT_BYTES
-"""Memory of a GPU through which sums come and go."""
 
 Operation: TypeAlias = "Callable[[torch.Tensor, torch.Tensor], object]"
 

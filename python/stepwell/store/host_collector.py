@@ -185,8 +185,8 @@ class HostCollector:
         """
         if may_change_after_backward():
             raise ValueError(
-                "`accumulate` is `host`, but other ranks have a part in the gradients. "
-                "hint: accumulate='device'"
+                "gradients are summed in host memory, but other ranks have a part in them. "
+                "hint: accumulate='device' and weights='device'"
             )
         # It reads the last sums.
         self._background.idle()

@@ -60,7 +60,7 @@ class HostSide:
         sums_on_host: bool,
     ) -> None:
         self.weights: HostWeights | None = None
-        """What brings weights to the device where they lie in host memory; None: they lie there."""
+        """Brings weights that lie in host memory to modules; None: weights stay on the device."""
         # Beside a volume some of it is pinned, and some is not.
         self.twins = Twins(have_gradients=deferred is None, is_paged=swapped is not None)
         self._residents = residents
@@ -102,8 +102,8 @@ class HostSide:
                 )
             if self.sums_on_host and is_dtensor(param):
                 raise ValueError(
-                    f"{labels[param]} is a DTensor, `accumulate` is `host`. "
-                    "hint: accumulate='device'"
+                    f"{labels[param]} is a DTensor, whose gradients are not summed in host memory. "
+                    "hint: accumulate='device' and weights='device'"
                 )
 
     @property

@@ -128,7 +128,7 @@ class Fetcher:
     # ---- passes ----
 
     def begin_pass(self) -> None:
-        """A forward of the whole model begins."""
+        """A forward of the model, or of its first part, begins."""
         with self._lock:
             self._drop_ahead()
             self._order.begin()

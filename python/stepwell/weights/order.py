@@ -1,7 +1,7 @@
 """In which order modules use their weights, as it was in the pass before.
 
-A pass is from one forward of the whole model to the next, with the backward in between. There is
-one order for training and one for evaluation. Cost: an entry of a list per use; per use of a new
+A pass is from one forward of the model, or of its parts, to the next, with the backward in
+between. There is one order for training and one for evaluation. Cost: an entry of a list per use; per use of a new
 order, once, a walk over what follows it.
 """
 

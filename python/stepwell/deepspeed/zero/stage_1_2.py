@@ -4,7 +4,7 @@ This module imports DeepSpeed's optimizer, and is imported late.
 
 Everything that other code reads stays DeepSpeed's: the fp32 partitions and the optimizer's state,
 and with them checkpoints of all kinds and `safe_get_full_*`; the order of reductions; loss scaling;
-what is logged. How gradients and weights travel is said in `stepwell.deepspeed.zero.partitions`.
+what is logged. How gradients travel is said in `zero.gradients`, and a step in `zero.partitions`.
 Three things are gone: fp32 gradients on the host; the passes that unscale, clip and cast them; and
 the host's waits for every parameter's norm and overflow.
 
