@@ -8,7 +8,8 @@ place.
 
 Memory: three slots of 64 MiB on the GPU. Gradients are bounded there as well: those whose copies
 are under way by `_UNDER_WAY_BYTES_MAX`, those that wait by `_BATCHES_MAX` slots. Cost: a byte of
-gradient crosses the bus once each way, and the host's memory twice. The first of a sum only goes down.
+gradient crosses the bus once each way, and the host's memory twice. The first of a sum only goes
+down.
 """
 
 from __future__ import annotations

@@ -4,8 +4,9 @@ A few kernels, and one number that the host waits for.
 
 Norms of single gradients are float32 (of ZeRO's in host memory float64), their squares are summed
 in double precision, in the order given: equal gradients give equal bits. The square of a finite
-gradient may overflow float32. So a norm that is not finite is computed once more in double precision (`wide_squares`), in which nothing
-that is finite overflows, and only gradients that are not finite have a norm that is not.
+gradient may overflow float32. So a norm that is not finite is computed once more in double
+precision (`wide_squares`), in which nothing that is finite overflows, and only gradients that are
+not finite have a norm that is not.
 
 ZeRO takes the norm of each gradient when it is complete (`norm_of`, `norms_of`), and adds their
 squares up over the ranks (`norm_over_ranks`).

@@ -1,8 +1,8 @@
 """In which order modules use their weights, as it was in the pass before.
 
-A pass is from one forward of the model, or of its parts, to the next, with the backward in
-between. There is one order for training and one for evaluation. Cost: an entry of a list per use; per use of a new
-order, once, a walk over what follows it.
+A pass is from one forward of the model, or of its parts, to the next, with the backward in between.
+There is one order for training and one for evaluation. Cost: an entry of a list per use; per use of
+a new order, once, a walk over what follows it.
 """
 
 from __future__ import annotations
