@@ -271,7 +271,11 @@ class OffloadAdamW(AdamW):
             assert model is not None
             where = next(model.parameters()).device if device is None else torch.device(device)
             self._host.weights = HostWeights(
-                where, self._background, lock=self._background.lock(), reread=_reread_of(self)
+                where,
+                self._background,
+                lock=self._background.lock(),
+                reread=_reread_of(self),
+                owner=self,
             )
         self._steps = Steps(self._host, self._collector, self._background)
         self._spans = Spans(

@@ -69,7 +69,7 @@ def _check_host_weights(*, has_model: bool, accumulate: Accumulate) -> None:
     if accumulate == "device":
         raise ValueError(
             "`weights` is `host` and `accumulate` is `device`, expected host: all gradients "
-            "would be on the device. hint: leave `accumulate` out"
+            "would be on the device. hint: leave `accumulate` out, or weights='device'"
         )
 
 

@@ -186,6 +186,7 @@ class HostWeights:
         lock: what a thread has that submits a step.
         reread: called with parameters that the program has written, to copy them to the host;
             returns those that it knows.
+        owner: the optimizer, held weakly.
     """
 
     def __init__(
@@ -195,10 +196,12 @@ class HostWeights:
         *,
         lock: Any,
         reread: Callable[[Sequence[torch.Tensor]], Iterable[torch.Tensor]],
+        owner: object,
     ) -> None:
         self.device = device
         self._background = weakref.ref(background)
         self._lock, self._reread = lock, reread
+        self._owner = weakref.ref(owner)
         # Those of optimizers that are gone, from which it takes weights.
         self._former: set[HostWeights] = set()
         # By the parameter's id, which the weight holds.
@@ -264,7 +267,7 @@ class HostWeights:
     @property
     def is_open(self) -> bool:
         """Whether the optimizer is there."""
-        return self._background() is not None
+        return self._owner() is not None
 
     def let_go(self, param: torch.Tensor) -> None:
         """The weight of `param`, which is there, becomes another optimizer's."""
