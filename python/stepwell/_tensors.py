@@ -74,9 +74,15 @@ class _Memory(Protocol):
     def nbytes(self) -> int: ...
 
 
-def tensor_on(buffer: _Memory) -> torch.Tensor:
-    """The bytes of `buffer`, which lives as long as the tensor or a view of it."""
-    memory = (ctypes.c_uint8 * buffer.nbytes).from_address(buffer.address)
+def tensor_on(buffer: _Memory, begin: int = 0, nbytes: int | None = None) -> torch.Tensor:
+    """Bytes of `buffer`, which lives as long as the tensor or a view of it.
+
+    The tensor has a storage of its own, of so many bytes (default: all from `begin` on).
+    """
+    nbytes = buffer.nbytes - begin if nbytes is None else nbytes
+    if not nbytes:
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    memory = (ctypes.c_uint8 * nbytes).from_address(buffer.address + begin)
     memory.owner = buffer  # type: ignore[attr-defined]  # torch's storage holds `memory`
     return torch.frombuffer(memory, dtype=torch.uint8)
 

@@ -12,7 +12,7 @@ import os
 import pytest
 import stepwell
 import torch
-from torch.func import functional_call
+from torch.func import functional_call, grad, vmap
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
@@ -183,6 +183,42 @@ class Skipping(Net):
         return self.head(x)
 
 
+class Twice(torch.nn.Module):
+    """Uses its input twice, and returns a view of its weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(WIDTH, WIDTH) * 0.1)
+
+    def forward(self, x):
+        return {
+            "x": x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1),
+            "weight": self.weight.t(),
+        }
+
+
+class Returning(torch.nn.Module):
+    """Uses its input a third time, and the weight that its module returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.up = Twice(), torch.nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        found = self.inner(x)
+        return x + self.up(found["x"] @ found["weight"])
+
+
+def returning(reentrant):
+    return Net([Returning(), Returning()], reentrant=reentrant)
+
+
+def renormed():
+    net = Net()
+    net.embed.max_norm = 1.0
+    return net
+
+
 def tied():
     net = Net()
     net.head.weight = net.embed.weight
@@ -226,6 +262,8 @@ MODELS = {
     "attention, whose weights are read past its modules": attending,
     "outputs that are not looked into": Unseeing,
     "layers left out": Skipping,
+    "weights that modules return": lambda: returning(None),
+    "inputs of checkpoints that are used often": lambda: returning(True),
     "compiled layers": compiled_layers,
 }
 
@@ -236,6 +274,11 @@ MODELS = {
 @pytest.mark.parametrize("name", MODELS)
 def test_models_train_as_with_weights_on_the_device(device, name):
     assert_trains_alike(device, make=MODELS[name])
+
+
+def test_what_a_forward_writes_counts():
+    # In fp32: the forward at the end is followed by no step.
+    assert_trains_alike("cpu", make=renormed, dtype=torch.float32)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -267,7 +310,22 @@ def of_gradients(net, step):
     loss = loss_of(net, step)
     params = list(net.parameters())
     grads = torch.autograd.grad(loss, params, create_graph=True)
-    return loss + 1e-3 * sum(grad.float().square().sum() for grad in grads)
+    return loss + 1e-3 * sum(each.float().square().sum() for each in grads)
+
+
+def of_activations(net, step):
+    x = net.embed(words_of(net, step)).detach().requires_grad_()
+    found = net.head(net.layers[1](net.layers[0](x)))
+    (grad,) = torch.autograd.grad(found.square().sum(), x, create_graph=True)
+    return found.square().mean() + (grad.norm(dim=-1) - 1).square().mean()
+
+
+def transformed(net, step):
+    params, words = dict(net.named_parameters()), words_of(net, step)
+    grads = grad(lambda each: functional_call(net, each, (words,)).square().mean())(params)
+    mapped = vmap(lambda each: net(each[None]))(words)
+    found = loss_of(net, step) + mapped.square().mean()
+    return found + sum(each.detach().square().sum() for each in grads.values())
 
 
 def with_penalty(net, step):
@@ -326,7 +384,15 @@ def failed_backward(net, step):
     return loss_of(net, step)
 
 
-LOSSES = [two_forwards, of_gradients, with_penalty, functional, in_parts]
+LOSSES = [
+    two_forwards,
+    of_gradients,
+    of_activations,
+    transformed,
+    with_penalty,
+    functional,
+    in_parts,
+]
 LOSSES += [failed_forward, failed_backward]
 
 
@@ -493,6 +559,25 @@ def test_a_state_dict_has_host_memory_and_waits_for_the_step():
     assert net.state_dict(keep_vars=True)["head.weight"] is net.head.weight
 
 
+def test_each_tensor_of_a_state_dict_has_a_storage_of_its_own():
+    # Else what saves them takes them for one that is shared.
+    for make in (Net, partly_frozen):
+        net, _ = made("host", "cpu", make)
+        storages = {
+            v.untyped_storage().data_ptr(): v.untyped_storage().nbytes()
+            for v in net.state_dict().values()
+        }
+        assert sum(storages.values()) == sum(v.nbytes for v in net.state_dict().values())
+
+
+def test_arrays_of_parameters_and_shared_memory_do_not_stop_a_step():
+    def arrays(net, optimizer, step, kept):
+        net.head.share_memory()
+        return [param.detach().numpy().tolist() for param in net.embed.parameters()]
+
+    assert_trains_alike("cpu", then=arrays, dtype=torch.float32)
+
+
 @pytest.mark.parametrize("order", [("device", "host"), ("host", "device")])
 def test_a_run_goes_on_with_weights_elsewhere(order):
     first, second = order
@@ -535,6 +620,32 @@ def test_a_parameter_without_its_model_says_so():
     gc.collect()
     with pytest.raises(ValueError, match="its model, which is gone"):
         weight.norm()
+
+
+def test_a_model_has_one_optimizer_after_the_other():
+    seen = []
+    for weights in ("host", "device"):
+        net, optimizer = made(weights, "cpu", partly_frozen)
+        for _ in range(2):
+            for step in range(2):
+                loss = loss_of(net, step)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                seen.append(loss.item())
+            # The first one is there until the second is.
+            optimizer = stepwell.OffloadAdamW(net, lr=1e-2, weights=weights)
+        seen += [net.state_dict(), optimizer.state_dict()["state"]]
+    assert len(net.head._forward_hooks) == 1
+    assert_same(seen[:6], seen[6:])
+
+
+def test_an_optimizer_whose_weights_another_one_has_says_so():
+    net, first = made("host", "cpu")
+    second = stepwell.OffloadAdamW(net, weights="host")
+    with pytest.raises(ValueError, match="an optimizer that was made later"):
+        first.step()
+    second.step()
 
 
 # ---- what is refused ----

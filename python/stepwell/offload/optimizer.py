@@ -276,6 +276,7 @@ class OffloadAdamW(AdamW):
                 lambda: None if (alive := background()) is None else alive.engine,
                 lock=self._background.lock(),
                 reread=_reread_of(self),
+                owner=self,
             )
         self._steps = Steps(self._host, self._collector, self._background)
         self._spans = Spans(

@@ -91,7 +91,7 @@ def _check_host_weights(
     if accumulate == "device":
         raise ValueError(
             "`weights` is `host` and `accumulate` is `device`, expected host: all gradients "
-            "would be on the device. hint: leave `accumulate` out"
+            "would be on the device. hint: leave `accumulate` out, or weights='device'"
         )
 
 

@@ -9,7 +9,8 @@ the storage leave: autograd, which keeps the parameter or a view of it, finds th
   step, or until more than `BORROWED_BYTES_MAX` have come so; one that the program holds memory of
   (a view, `.data`) stays for good, and has the new weight when `step()` returns.
 - What the program has written to a weight that was brought goes to the host before it leaves: its
-  contents tell.
+  contents tell. What a forward writes to its own, the version tells: not where it uses `.data`.
+- What transforms of torch.func use, and backwards with create_graph, stays until the next step.
 - What a module uses of others without calling them comes with it from its second forward on.
 - While a step runs the host side has the class of what a step writes: a fetch, and whoever reads a
   state dict, waits for its own part of the step.
@@ -54,6 +55,8 @@ BORROWED_BYTES_MAX = 1 << 30
 _AHEAD_NUMEL = 192 << 20
 # Where each weight of frozen parameters begins.
 _ALIGN_BYTES = 64
+# Which weights a parameter's is one of, by the parameter's id: they hold it.
+_OWNERS: weakref.WeakValueDictionary[int, HostWeights] = weakref.WeakValueDictionary()
 
 
 class _HostWeight:
@@ -83,33 +86,51 @@ class _HostWeight:
         self.state = True
         """Whether it is on the device."""
         self._away = away
+        self.version = param._version
+        """Of the parameter, when it had what the host has."""
         self.view = param.data
         """On the same storage, and always a plain tensor."""
+        self.storage: int = self.view.untyped_storage()._cdata
+        """Which one that is."""
 
     def copy(self, source: torch.Tensor, device: torch.device) -> torch.Tensor:
-        self.view.untyped_storage().resize_(self.view.nbytes)
+        self._resize(self.view.nbytes)
         return self.view.copy_(source, non_blocking=True)
 
     def put(self, whole: torch.Tensor) -> None:
         self.state = True
         end(self.param)
+        # Steps count as writes, too.
+        self.version = self.param._version
 
     def discard(self) -> None:
         if not self.state:
-            self.view.untyped_storage().resize_(0)
+            self._resize(0)
 
     def drop(self) -> None:
+        if self.is_changed:
+            self._away.take(self)
         # First: after Ctrl-C it is fetched anew.
         self.state = False
         begin(self.param, self._away)
-        self.view.untyped_storage().resize_(0)
+        self._resize(0)
+
+    def _resize(self, nbytes: int) -> None:
+        storage = self.view.untyped_storage()
+        # On the CPU it stays where an array of numpy has been made of it, or it is shared.
+        if storage.resizable() and (self.view.is_cuda or not storage.is_shared()):
+            storage.resize_(nbytes)
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether it was written, as far as its version tells: by a module in a forward, too."""
+        return self.state and self.version != self.param._version
 
     @property
     def is_replaced(self) -> bool:
         """Whether the program has given the parameter other memory."""
         with without_waiting():
-            storage = self.param.untyped_storage()
-        return bool(storage._cdata != self.view.untyped_storage()._cdata)
+            return bool(self.param.untyped_storage()._cdata != self.storage)
 
     @property
     def is_held(self) -> bool:
@@ -152,6 +173,11 @@ class _Away:
             )
         owner.bring(tensors)
 
+    def take(self, weight: _HostWeight) -> None:
+        """Copies to the host what has been written."""
+        if (owner := self._owner()) is not None:
+            owner.take([weight])
+
 
 class HostWeights:
     """The weights of a model whose host side is their place.
@@ -162,6 +188,7 @@ class HostWeights:
         lock: what a thread has that submits a step.
         reread: called with parameters that the program has written, to copy them to the host;
             returns those that it knows.
+        owner: the optimizer, held weakly.
     """
 
     def __init__(
@@ -171,10 +198,15 @@ class HostWeights:
         *,
         lock: Any,
         reread: Callable[[Sequence[torch.Tensor]], Iterable[torch.Tensor]],
+        owner: object,
     ) -> None:
         self.device = device
         self._engine = engine
         self._lock, self._reread = lock, reread
+        self._owner = weakref.ref(owner)
+        self._has_let_go = False
+        # Those of earlier optimizers, from which it takes weights.
+        self._former: set[HostWeights] = set()
         # By the parameter's id, which the weight holds.
         self._weights: dict[int, _HostWeight] = {}
         # What modules use of others without calling them, by the module's id.
@@ -217,6 +249,11 @@ class HostWeights:
             )
         weight = self._weights.get(id(param))
         if weight is None:
+            former = _OWNERS.get(id(param))
+            if former is not None:
+                former.let_go(param)
+                self._former.add(former)
+            _OWNERS[id(param)] = self
             if param.device != self.device:
                 param.data = torch.empty(param.shape, dtype=param.dtype, device=self.device)
             elif references(param)[1] > COUNT_ALONE or not param.is_contiguous():
@@ -230,6 +267,16 @@ class HostWeights:
         if weight.numel:
             weight.drop()
 
+    @property
+    def is_open(self) -> bool:
+        """Whether the optimizer is there."""
+        return self._owner() is not None
+
+    def let_go(self, param: torch.Tensor) -> None:
+        """The weight of `param`, which is there, becomes another optimizer's."""
+        self._has_let_go = True
+        self._borrowed.pop(self._weights.pop(id(param)), None)
+
     def watch(self, model: torch.nn.Module) -> None:
         """Has the weights of a model come to its modules; and its buffers be on the device.
 
@@ -238,7 +285,13 @@ class HostWeights:
         Raises:
             OSError: there is no memory for them.
         """
-        self._place_frozen([p for p in model.parameters() if id(p) not in self._weights])
+        # Where models share modules, the optimizer of one brings their weights.
+        owners = ((param, _OWNERS.get(id(param))) for param in model.parameters())
+        self._place_frozen([p for p, owner in owners if owner is None or not self._keeps(owner)])
+        for former in self._former:
+            for handle in former._handles:
+                handle.remove()
+        self._former.clear()
         for module in model.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None:
@@ -249,7 +302,7 @@ class HostWeights:
             self._weights_of,
             stack=self._stack,
             map_tensors=_map_tensors,
-            on_output=_nothing,
+            on_output=self._keep_returned,
             sees_passes=True,
         )
         for module in model.modules():
@@ -269,15 +322,19 @@ class HostWeights:
                     module._register_state_dict_hook(Hook(self._end_state)),  # type: ignore[no-untyped-call]
                 ]
 
+    def _keeps(self, owner: HostWeights) -> bool:
+        """Whether a weight stays with the optimizer that brings it now."""
+        return owner is self or (owner.is_open and owner not in self._former)
+
     def _place_frozen(self, params: Sequence[Parameter]) -> None:
         sizes = [-(-param.nbytes // _ALIGN_BYTES) * _ALIGN_BYTES for param in params]
         if not sum(sizes):
             return
-        buffer = _core.Buffer(sum(sizes))
-        memory, begin = tensor_on(buffer), 0
+        buffer, begin = _core.Buffer(sum(sizes)), 0
         self.buffers.append(buffer)
         for param, size in zip(params, sizes, strict=True):
-            place = memory[begin : begin + param.nbytes].view(param.dtype).view(param.shape)
+            memory = tensor_on(buffer, begin, param.nbytes)
+            place = memory.view(param.dtype).view(param.shape)
             begin += size
             place.copy_(param.detach())
             self.place(param, place)
@@ -286,17 +343,37 @@ class HostWeights:
         params: Any = module._parameters.values()
         if module in self._compiled:
             params = module.parameters()
+        if _is_transforming():
+            # No nodes of its backwards are seen.
+            params = (param for param in params if param is not None)
+            self.bring([p for p in map(_unwrapped, params) if id(p) in self._weights])
+            return ()
         own = map(self._weights.get, map(id, params))
         found = [weight for weight in own if weight is not None and weight.numel]
         if within := self._used_within.get(id(module)):
             found += within
         return found if len(found) < 2 else list(dict.fromkeys(found))
 
+    def _keep_returned(self, module: torch.nn.Module, output: Any) -> None:
+        """What a module returns of the memory of its weights is used outside of it."""
+        weights = {weight.storage: weight for weight in self._weights_of(module)}
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            is_plain = tensor.layout is torch.strided
+            weight = weights.get(tensor.untyped_storage()._cdata) if is_plain else None
+            if weight is not None:
+                self.bring([weight.param])
+            return tensor
+
+        if weights:
+            keep(output) if type(output) is torch.Tensor else _map_tensors(keep, output)
+
     # ---- state dicts ----
 
     def _begin_state(self, module: torch.nn.Module, *_: Any) -> None:
         """What the program has written to the module's weights goes to the host."""
-        self._return([weight for weight in self._weights_of(module) if weight in self._borrowed])
+        weights = self._weights_of(module)
+        self._return([each for each in weights if each in self._borrowed or each.is_changed])
 
     def _end_state(
         self, module: torch.nn.Module, state: dict[str, Any], prefix: str, *_: Any
@@ -332,16 +409,17 @@ class HostWeights:
     def _return(self, weights: Sequence[_HostWeight]) -> None:
         """Weights that were brought leave, and what the program has written goes to the host."""
         if weights:
-            self._take(weights)
+            self.take(weights)
             self._give_back(weights)
 
     def _give_back(self, weights: Sequence[_HostWeight]) -> None:
         self._fetcher.give_back(weights, self)
         for weight in weights:
-            del self._borrowed[weight]
+            self._borrowed.pop(weight, None)
 
-    def _take(self, weights: Iterable[_HostWeight]) -> None:
+    def take(self, weights: Iterable[_HostWeight]) -> None:
         """Copies to the host what the program has written."""
+        weights = list(weights)
         with torch.no_grad():
             written = [weight for weight in weights if weight.is_written]
             known = set(map(id, self._reread([weight.param for weight in written])))
@@ -350,6 +428,8 @@ class HostWeights:
                     weight.source.copy_(weight.param)
                 if weight.is_replaced:
                     weight.param.data = weight.view
+        for weight in weights:
+            weight.version = weight.param._version
 
     # ---- steps ----
 
@@ -358,6 +438,11 @@ class HostWeights:
 
         No weight is on the device, and none is copied, but for those that the program holds.
         """
+        if self._has_let_go:
+            raise ValueError(
+                "weights of the model are in host memory for an optimizer that was made later, "
+                "expected one for each parameter. hint: use that one, with parameter groups"
+            )
         self._writes.use(None)
         for weight in self._weights.values():
             if weight.is_replaced:
@@ -365,7 +450,7 @@ class HostWeights:
                 weight.state = True
                 weight.users.add(self)
                 self._borrowed[weight] = None
-        self._take(list(self._borrowed))
+        self.take(list(self._borrowed))
         staying = {weight: None for weight in self._borrowed if weight.is_held}
         self._fetcher.free_all([w for w in self._weights.values() if w not in staying])
         self._borrowed = staying
@@ -400,6 +485,19 @@ def _block_numel(model: torch.nn.Module) -> int:
     in_block = (sum(param.numel() for param in block.parameters()) for block in blocks)
     own = (sum(p.numel() for p in m.parameters(recurse=False)) for m in model.modules())
     return max(chain(in_block, own), default=0)
+
+
+def _is_transforming() -> bool:
+    """Whether a transform of torch.func runs."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def _unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+    """What transforms of torch.func have wrapped."""
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = functorch.get_unwrapped(tensor)
+    return tensor
 
 
 def _map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:

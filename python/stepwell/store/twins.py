@@ -154,11 +154,7 @@ class Twins:
         """
         nbytes = self.nbytes(params) // self._num_buffers
         buffers = tuple(_core.Buffer(nbytes) for _ in range(self._num_buffers))
-        memories = [
-            tensor_on(buffer) if nbytes else torch.empty(0, dtype=torch.uint8, device="cpu")
-            for buffer in buffers
-        ]
-        if len(memories) == 1:
+        if len(buffers) == 1:
             # Of the largest; pages that are not touched are not there.
             largest = max((local(param).nbytes for param in params), default=0)
             untouched = torch.empty(largest, dtype=torch.uint8, device="cpu")
@@ -166,8 +162,9 @@ class Twins:
         for param in params:
             piece = local(param)
             self.device = piece.device
-            places = [memory[begin : begin + piece.nbytes] for memory in memories]
-            if len(memories) == 1:
+            # State dicts may have the weight: what saves them looks for shared storages.
+            places = [tensor_on(buffer, begin, piece.nbytes) for buffer in buffers]
+            if len(buffers) == 1:
                 places.append(untouched[: piece.nbytes])
             weight, grad = (place.view(piece.dtype).view(piece.shape) for place in places)
             byte_range = begin, begin + self._aligned(piece.nbytes)

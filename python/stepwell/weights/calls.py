@@ -7,7 +7,8 @@ graph, which would cost more than a small module's launch. It has hooks on nodes
 - The backward of a module begins when a node of its outputs is about to run. Where an output is a
   view, that is a node of its base: a view that is written in place loses its own.
 - It ends when the gradients of all its inputs are complete. A module of which no input requires
-  a gradient ends with the whole backward. An input that is a leaf gets one node, a view.
+  a gradient ends with the whole backward. An input that is a leaf gets one node, a view; with
+  `sees_passes` none, which would change the order of sums: its module ends with the backward.
 - Where nothing in what a module returns is seen to be a tensor, its weights stay until then.
 
 A module without parameters costs 1 microsecond in its forward and nothing in its backward.
@@ -74,7 +75,7 @@ class Calls:
         self.map_tensors = map_tensors
         self._stack = stack
         self._on_output = on_output
-        self._sees_passes = sees_passes
+        self.sees_passes = sees_passes
         # The module that this pass began with, and whether with gradients; and whether a backward
         # has run since.
         self._first: tuple[torch.nn.Module, bool] | None = None
@@ -100,7 +101,7 @@ class Calls:
         """
         begin, end = (Hook(h, is_traced=not is_within_compiled) for h in (self._begin, self._end))
         # With hooks that are always called compiled code stops at each module.
-        is_always_called = self._sees_passes and not is_within_compiled
+        is_always_called = self.sees_passes and not is_within_compiled
         return [
             module.register_forward_pre_hook(begin),
             module.register_forward_hook(end, always_call=is_always_called),
@@ -136,7 +137,7 @@ class Calls:
 
     def _begin(self, module: torch.nn.Module, args: Any) -> Any:
         depth = len(self._stack)
-        if depth == 0 and self._sees_passes and backward_id() is None:
+        if depth == 0 and self.sees_passes and backward_id() is None:
             self._see_pass(module)
         self._stack.append(module)
         weights, backward = self.weights_of(module), None
@@ -169,7 +170,7 @@ class Calls:
     def note_backward(self) -> None:
         """A backward runs on this thread: its end is to be seen."""
         running = backward_id()
-        if not self._sees_passes or running is None or running in self._under_way:
+        if not self.sees_passes or running is None or running in self._under_way:
             return
         self._has_gone_back = True
         self._under_way.add(running)
@@ -210,6 +211,8 @@ class _Backward:
             if not value.requires_grad:
                 return value
             self._num_inputs += 1
+            if value.grad_fn is None and self._calls.sees_passes:
+                return value
             # Gradients of leaves are accumulated first of all, also before those of parameters,
             # which need the parameters' shapes.
             watched = value.view_as(value) if value.grad_fn is None else value
@@ -233,8 +236,13 @@ class _Backward:
     def _begin(self, _: Any) -> None:
         calls, module = self._calls, self._module
         calls.note_backward()
+        weights = calls.weights_of(module)
+        if calls.sees_passes and torch.is_grad_enabled():
+            # With create_graph: nodes that are made now use them in a later backward. No node tells
+            # when that has ended.
+            calls.fetcher.borrow(weights, calls)
         # A graph may have several backwards.
-        if calls.fetcher.enter_backward(module, calls.weights_of(module), self):
+        if calls.fetcher.enter_backward(module, weights, self):
             self._num_inputs_left = self._num_inputs
 
     def _end_input(self, _: Any) -> None:

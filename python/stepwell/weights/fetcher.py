@@ -296,7 +296,7 @@ class Fetcher:
         if self._is_collective:
             self.gather_order.note(weight.key for weight in weights)
         # A later forward in training may use what is copied in one that is not.
-        with _outside_inference_mode():
+        with _outside_inference_mode(), _outside_transforms():
             return self._lane.copy(weights)
 
     def _put(self, weight: Weight, whole: torch.Tensor, arrival: Arrival) -> None:
@@ -393,7 +393,7 @@ class Fetcher:
 
     def _free(self, weights: Iterable[Weight]) -> None:
         numel, leaving = 0, []
-        with _outside_inference_mode():
+        with _outside_inference_mode(), _outside_transforms():
             for weight in weights:
                 # A program may have freed it, or brought it by itself.
                 left = weight.numel if weight in self._live else 0
@@ -414,6 +414,10 @@ class Fetcher:
         if numel and mark is not None:
             self._leaving.append((mark, numel))
             self._leaving_numel += numel
+
+
+# Transforms of torch.func refuse writes to tensors that they have not been given.
+_outside_transforms = torch._C._DisableFuncTorch
 
 
 def _outside_inference_mode() -> AbstractContextManager[object]:
