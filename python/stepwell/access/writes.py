@@ -49,6 +49,7 @@ __all__ = [
     "Written",
     "begin",
     "end",
+    "forget_when_gone",
     "is_compiling",
     "is_under_way",
     "wait_for",
@@ -187,6 +188,11 @@ def end(param: torch.Tensor) -> None:
     with LOCK:
         _WAITING.pop(id(param), None)
         _restore_class(param)
+
+
+def forget_when_gone(param: torch.Tensor) -> None:
+    """What `begin` notes of a parameter goes with it."""
+    weakref.finalize(param, _WAITING.pop, id(param), None).atexit = False
 
 
 # ---- uses ----
@@ -376,16 +382,19 @@ class Writes(Generic[_Part]):
             # What a step that was begun meanwhile writes stays protected.
             if step == self.num_steps:
                 for part in parts:
-                    for tensor in self._together.pop(id(part), [part]):
+                    for tensor in self._together.get(id(part), [part]):
                         self._restore(tensor)
+                    # Behind it: after Ctrl-C the next wait finds them.
+                    self._together.pop(id(part), None)
 
     def _restore(self, tensor: Any) -> None:
         if id(tensor) in self._tensors:
             # In this order, wherever Ctrl-C comes: a use of what waits for nothing gets its class.
             _WAITING.pop(id(tensor), None)
             _restore_class(tensor)
-            self._parts.pop(id(tensor), None)
+            # While it is among the tensors its part is known.
             self._tensors.pop(id(tensor), None)
+            self._parts.pop(id(tensor), None)
 
     def _abandon(self) -> None:
         """The optimizer is gone: its tensors are plain again when they have landed."""

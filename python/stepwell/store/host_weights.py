@@ -6,10 +6,15 @@ the storage leave: autograd, which keeps the parameter or a view of it, finds th
 
 - A parameter whose weight is away has the class of one that is under way
   (`stepwell.access.writes`). So a use outside of all modules brings it. It stays until the next
-  step, or until more than `BORROWED_BYTES_MAX` have come so; one that the program holds memory of
-  (a view, `.data`) stays for good, and has the new weight when `step()` returns.
+  step. Of those that came without grad mode, so that no graph is known to have them, more than
+  `BORROWED_BYTES_MAX` leave before. One that the program holds memory of (a view, `.data`) stays
+  for good, and has the new weight when `step()` returns.
 - What the program has written to a weight that was brought goes to the host before it leaves: its
-  contents tell.
+  contents tell. To one that modules have fetched, its version tells: `.data` has one of its own, so
+  that a write by way of it within a forward is lost.
+- One optimizer at a time has a parameter. With the next one its weight is a plain tensor in host
+  memory for a moment, and so it is where an optimizer could not be made.
+- Forwards are on one thread at a time.
 - What a module uses of others without calling them comes with it from its second forward on.
 - While a step runs the host side has the class of what a step writes: a fetch, and whoever reads a
   state dict, waits for its own part of the step.
@@ -33,8 +38,8 @@ from stepwell import _core
 from stepwell._tensors import COUNT_ALONE, references, tensor_on
 from stepwell.access.compiled_calls import CompiledCall, is_compiled, is_compiled_in_place
 from stepwell.access.descriptive import without_waiting
-from stepwell.access.writes import Writes, begin, end
-from stepwell.weights.calls import Calls, Hook
+from stepwell.access.writes import Writes, begin, end, forget_when_gone, is_under_way
+from stepwell.weights.calls import Calls, Hook, num_calls
 from stepwell.weights.fetcher import Fetcher
 from stepwell.weights.lane import Lane
 
@@ -44,7 +49,7 @@ if TYPE_CHECKING:
     from stepwell.access.writes import Protection
     from stepwell.store.background import Background
 
-__all__ = ["BORROWED_BYTES_MAX", "HostWeights"]
+__all__ = ["BORROWED_BYTES_MAX", "HostWeights", "check_place", "take_over"]
 
 BORROWED_BYTES_MAX = 1 << 30
 """Of weights that a program uses outside of modules, and of which it holds no memory."""
@@ -54,6 +59,34 @@ BORROWED_BYTES_MAX = 1 << 30
 _AHEAD_NUMEL = 192 << 20
 # Where each weight of frozen parameters begins.
 _ALIGN_BYTES = 64
+
+# What has the weights of parameters, by their ids, which it holds.
+_OWNERS: weakref.WeakValueDictionary[int, HostWeights] = weakref.WeakValueDictionary()
+
+
+def check_place(param: torch.Tensor, owner: HostWeights | None) -> None:
+    """Raises ValueError if the weight of `param` cannot be where `owner` has it.
+
+    `owner`: None: it stays where it is.
+    """
+    if _OWNERS.get(id(param), owner) is not owner:
+        raise ValueError(
+            f"the weight of a parameter of `{tuple(param.shape)}` is in host memory for another "
+            "optimizer, expected one. hint: one optimizer with several groups; or let go of that "
+            "one (del optimizer), and weights='host' again"
+        )
+    if owner is not None and not (type(param) is Parameter or is_under_way(param)):
+        raise ValueError(
+            f"a parameter is a `{type(param).__name__}` and `weights` is `host`, expected "
+            "torch.nn.Parameter. hint: weights='device'"
+        )
+
+
+def take_over(model: torch.nn.Module) -> None:
+    """Has the weights of a model whose optimizer is gone be plain tensors in host memory."""
+    for owner in {_OWNERS.get(id(param)) for param in model.parameters()}:
+        if owner is not None and owner.is_abandoned:
+            owner.let_go()
 
 
 class _HostWeight:
@@ -82,6 +115,8 @@ class _HostWeight:
         self.users: set[Hashable] = set()
         self.state = True
         """Whether it is on the device."""
+        # Writes that autograd has counted, when it came.
+        self._version = param._version
         self._away = away
         self.view = param.data
         """On the same storage, and always a plain tensor."""
@@ -93,15 +128,22 @@ class _HostWeight:
     def put(self, whole: torch.Tensor) -> None:
         self.state = True
         end(self.param)
+        self.note_taken()
+
+    def note_taken(self) -> None:
+        """The host has what is on the device."""
+        self._version = self.param._version
 
     def discard(self) -> None:
         if not self.state:
             self.view.untyped_storage().resize_(0)
 
     def drop(self) -> None:
-        # First: after Ctrl-C it is fetched anew.
-        self.state = False
+        if self.param._version != self._version:
+            self._away.take(self)
+        # In this order, wherever Ctrl-C comes: a use of it finds memory, or fetches it anew.
         begin(self.param, self._away)
+        self.state = False
         self.view.untyped_storage().resize_(0)
 
     @property
@@ -110,6 +152,17 @@ class _HostWeight:
         with without_waiting():
             storage = self.param.untyped_storage()
         return bool(storage._cdata != self.view.untyped_storage()._cdata)
+
+    def check(self) -> None:
+        """Raises ValueError if the program has given the parameter what no weight can be."""
+        with without_waiting():
+            found, expected = self.param, self.view
+            if (found.dtype, found.shape) != (expected.dtype, expected.shape):
+                raise ValueError(
+                    f"a parameter is `{found.dtype}` of `{tuple(found.shape)}`, expected "
+                    f"`{expected.dtype}` of `{tuple(expected.shape)}`, as it was. hint: make a new "
+                    "optimizer and load this one's state_dict()"
+                )
 
     @property
     def is_held(self) -> bool:
@@ -120,8 +173,8 @@ class _HostWeight:
     @property
     def is_written(self) -> bool:
         """Whether the program has written it since it was brought. The thread waits."""
-        if self.is_replaced:
-            return True
+        if self.is_replaced or not self.state:
+            return self.is_replaced
         there = self.source.data.to(self.view.device)
         return not torch.equal(_bytes_of(there), _bytes_of(self.view))
 
@@ -152,6 +205,11 @@ class _Away:
             )
         owner.bring(tensors)
 
+    def take(self, weight: _HostWeight) -> None:
+        """The host gets what the program has written to a weight that is about to leave."""
+        if (owner := self._owner()) is not None:
+            owner.take([weight])
+
 
 class HostWeights:
     """The weights of a model whose host side is their place.
@@ -179,8 +237,10 @@ class HostWeights:
         self._weights: dict[int, _HostWeight] = {}
         # What modules use of others without calling them, by the module's id.
         self._used_within: dict[int, dict[_HostWeight, None]] = {}
-        # In the order of their first use.
-        self._borrowed: dict[_HostWeight, None] = {}
+        # In the order of their first use; each with whether a graph may have it.
+        self._borrowed: dict[_HostWeight, bool] = {}
+        # Whether `end_step` finds a step that has begun.
+        self._is_begun = False
         self.buffers: list[_core.Buffer] = []
         """The memory of weights that are not stepped."""
         self._stack: list[torch.nn.Module] = []
@@ -210,11 +270,7 @@ class HostWeights:
 
     def place(self, param: torch.Tensor, source: torch.Tensor) -> None:
         """From now on the weight of `param` is `source`, in host memory, which has its elements."""
-        if type(param) is not Parameter:
-            raise ValueError(
-                f"a parameter is a `{type(param).__name__}` and `weights` is `host`, expected "
-                "torch.nn.Parameter. hint: weights='device'"
-            )
+        assert isinstance(param, Parameter)
         weight = self._weights.get(id(param))
         if weight is None:
             if param.device != self.device:
@@ -224,11 +280,16 @@ class HostWeights:
                 param.data = torch.empty_like(param, memory_format=torch.contiguous_format)
             weight = _HostWeight(param, source, len(self._weights), self._away)
             self._weights[id(param)] = weight
+            _OWNERS[id(param)] = self
+            forget_when_gone(param)
+            if weight.numel:
+                weight.drop()
+            return
         weight.source = source
-        weight.users.clear()
-        self._borrowed.pop(weight, None)
-        if weight.numel:
-            weight.drop()
+        if not weight.is_held:
+            weight.users.clear()
+            self._fetcher.give_back([weight], self)
+            self._borrowed.pop(weight, None)
 
     def watch(self, model: torch.nn.Module) -> None:
         """Has the weights of a model come to its modules; and its buffers be on the device.
@@ -236,6 +297,7 @@ class HostWeights:
         Those that are not placed yet, which are frozen, get memory of their own.
 
         Raises:
+            ValueError: another optimizer has them, or they are no plain parameters.
             OSError: there is no memory for them.
         """
         self._place_frozen([p for p in model.parameters() if id(p) not in self._weights])
@@ -269,7 +331,31 @@ class HostWeights:
                     module._register_state_dict_hook(Hook(self._end_state)),  # type: ignore[no-untyped-call]
                 ]
 
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether the optimizer is gone."""
+        return self._background() is None
+
+    def let_go(self) -> None:
+        """Parameters are plain from now on, and lie in host memory."""
+        with self._lock, torch.no_grad():
+            self.take(self._borrowed)
+            self.finish_copies()
+            for handle in self._handles:
+                handle.remove()
+            for key, weight in list(self._weights.items()):
+                end(weight.param)
+                weight.param.data = weight.source.data
+                del self._weights[key], _OWNERS[key]
+            self._borrowed.clear()
+
+    def finish_copies(self) -> None:
+        """The thread waits: the memory of weights may be unpinned."""
+        self._fetcher.finish_copies()
+
     def _place_frozen(self, params: Sequence[Parameter]) -> None:
+        for param in params:
+            check_place(param, self)
         sizes = [-(-param.nbytes // _ALIGN_BYTES) * _ALIGN_BYTES for param in params]
         if not sum(sizes):
             return
@@ -295,44 +381,58 @@ class HostWeights:
     # ---- state dicts ----
 
     def _begin_state(self, module: torch.nn.Module, *_: Any) -> None:
-        """What the program has written to the module's weights goes to the host."""
-        self._return([weight for weight in self._weights_of(module) if weight in self._borrowed])
+        """The host has the module's weights, and the state dict finds those on the device."""
+        with self._lock, torch.no_grad():
+            weights = self._weights_of(module)
+            self.take([weight for weight in weights if weight in self._borrowed])
+            self.bring([weight.param for weight in weights if weight not in self._borrowed])
 
     def _end_state(
         self, module: torch.nn.Module, state: dict[str, Any], prefix: str, *_: Any
     ) -> None:
-        """The state dict has the host sides. It asked for the parameters, which came for that."""
+        """The state dict has the host sides, and not the parameters, which came for it."""
         for name, param in module._parameters.items():
             weight, key = self._weights.get(id(param)), prefix + name
             # Not where the program wants the parameters.
             if weight is not None and key in state and state[key] is not param:
                 state[key] = weight.source
-        brought = [weight for weight in self._weights_of(module) if weight in self._borrowed]
-        self._give_back([weight for weight in brought if not weight.is_held])
+        with self._lock:
+            # A graph may have the others.
+            brought = [w for w in self._weights_of(module) if self._borrowed.get(w) is False]
+            self._give_back([weight for weight in brought if not weight.is_held])
 
     # ---- uses outside of modules ----
 
     def bring(self, params: Iterable[torch.Tensor]) -> None:
         """Brings weights that are about to be used."""
-        weights = [self._weights[id(param)] for param in params]
-        self._fetcher.borrow(weights, self)
-        if self._stack:
-            self._used_within.setdefault(id(self._stack[-1]), {}).update(dict.fromkeys(weights))
-        self._borrowed.update(dict.fromkeys(weights))
-        left = sum(weight.view.nbytes for weight in self._borrowed) - BORROWED_BYTES_MAX
-        leaving = []
-        for weight in self._borrowed:
-            if left <= 0:
-                break
-            if weight not in weights and not weight.is_held:
-                leaving.append(weight)
-                left -= weight.view.nbytes
-        self._return(leaving)
+        with self._lock:
+            weights = [self._weights[id(param)] for param in params]
+            for weight in weights:
+                # First: wherever Ctrl-C comes, what is written to it counts.
+                is_recorded = torch.is_grad_enabled() or self._borrowed.get(weight, False)
+                self._borrowed[weight] = is_recorded
+            self._fetcher.borrow(weights, self)
+            for weight in weights:
+                # Of one that is there Ctrl-C may have left the class.
+                end(weight.param)
+            # Ctrl-C leaves modules there whose forwards it has ended.
+            if self._stack and num_calls(self._stack[-1]):
+                within = self._used_within.setdefault(id(self._stack[-1]), {})
+                within.update(dict.fromkeys(weights))
+            left = sum(weight.view.nbytes for weight in self._borrowed) - BORROWED_BYTES_MAX
+            leaving = []
+            for weight, is_recorded in self._borrowed.items():
+                if left <= 0:
+                    break
+                if not (is_recorded or weight in weights or weight.is_held):
+                    leaving.append(weight)
+                    left -= weight.view.nbytes
+            self._return(leaving)
 
     def _return(self, weights: Sequence[_HostWeight]) -> None:
         """Weights that were brought leave, and what the program has written goes to the host."""
         if weights:
-            self._take(weights)
+            self.take(weights)
             self._give_back(weights)
 
     def _give_back(self, weights: Sequence[_HostWeight]) -> None:
@@ -340,8 +440,15 @@ class HostWeights:
         for weight in weights:
             del self._borrowed[weight]
 
-    def _take(self, weights: Iterable[_HostWeight]) -> None:
-        """Copies to the host what the program has written."""
+    def take(self, weights: Iterable[_HostWeight]) -> None:
+        """Copies to the host what the program has written.
+
+        Raises:
+            ValueError: the program has given a parameter what cannot be its weight.
+        """
+        weights = list(weights)
+        for weight in weights:
+            weight.check()
         with torch.no_grad():
             written = [weight for weight in weights if weight.is_written]
             known = set(map(id, self._reread([weight.param for weight in written])))
@@ -350,6 +457,7 @@ class HostWeights:
                     weight.source.copy_(weight.param)
                 if weight.is_replaced:
                     weight.param.data = weight.view
+                weight.note_taken()
 
     # ---- steps ----
 
@@ -359,14 +467,15 @@ class HostWeights:
         No weight is on the device, and none is copied, but for those that the program holds.
         """
         self._writes.use(None)
+        self._is_begun = False
         for weight in self._weights.values():
             if weight.is_replaced:
                 end(weight.param)
                 weight.state = True
                 weight.users.add(self)
-                self._borrowed[weight] = None
-        self._take(list(self._borrowed))
-        staying = {weight: None for weight in self._borrowed if weight.is_held}
+                self._borrowed[weight] = False
+        self.take(self._borrowed)
+        staying = dict.fromkeys((each for each in self._borrowed if each.is_held), False)
         self._fetcher.free_all([w for w in self._weights.values() if w not in staying])
         self._borrowed = staying
 
@@ -376,13 +485,15 @@ class HostWeights:
         Args:
             stepped: parameters, each with its weight in host memory.
         """
+        self._is_begun = True
         return self._writes.protection([], {weight: param for param, weight in stepped})
 
     def end_step(self) -> None:
-        """A step has begun: the thread waits for the weights whose memory the program holds."""
+        """If a step has begun the thread waits for the weights whose memory the program holds."""
         with torch.no_grad():
-            for weight in self._borrowed:
+            for weight in self._borrowed if self._is_begun else ():
                 weight.view.copy_(weight.source)
+        self._is_begun = False
 
     def _wait(self, params: Sequence[torch.Tensor]) -> None:
         background = self._background()
