@@ -362,7 +362,12 @@ def test_a_graph_keeps_what_is_used_outside_of_modules(monkeypatch):
         net.state_dict()
         return penalty + loss_of(net, step)
 
-    assert_trains_alike("cpu", loss=penalty_first, dtype=torch.float32)
+    def logs(net, optimizer, step, kept):
+        for param in net.parameters():
+            param.norm().item()
+        assert optimizer._host.weights is None or resident_bytes(net) < 20_000
+
+    assert_trains_alike("cpu", loss=penalty_first, then=logs, dtype=torch.float32)
 
 
 def test_what_is_known_of_a_pass_without_end_is_bounded(monkeypatch):
@@ -710,14 +715,16 @@ def test_a_parameter_without_its_model_says_so():
         weight.norm()
 
 
-def test_an_optimizer_takes_over_from_one_that_is_gone():
+@pytest.mark.parametrize("is_gone", [True, False])
+def test_an_optimizer_takes_over_from_the_one_before(is_gone):
     seen = []
     for weights in ("host", "device"):
         net, optimizer = made(weights, "cpu")
         for run in range(2):
             if run:
-                del optimizer
-                gc.collect()
+                if is_gone:
+                    del optimizer
+                    gc.collect()
                 optimizer = stepwell.OffloadAdamW(net, weights=weights)
                 assert weights == "device" or resident_bytes(net) == 0
             for step in range(2):
@@ -730,16 +737,27 @@ def test_an_optimizer_takes_over_from_one_that_is_gone():
     assert_same(seen[:2], seen[2:])
 
 
-def test_a_second_optimizer_of_the_same_weights_is_refused():
+def test_the_optimizer_before_steps_no_more():
+    net, optimizer = made("host", "cpu")
+    other = stepwell.OffloadAdamW(net, weights="host")
+    with pytest.raises(ValueError, match="has another one"):
+        optimizer.step()
+    del optimizer
+    loss_of(net, 0).backward()
+    other.step()
+
+
+def test_another_optimizer_of_the_same_weights_is_refused():
     net, optimizer = made("host", "cpu")
     state = copy.deepcopy(net.state_dict())
     other = Net()
     other.embed = net.embed
-    for options in ({"weights": "host"}, {}):
-        for model in (net, other):
-            with pytest.raises(ValueError, match="in host memory for another optimizer"):
-                stepwell.OffloadAdamW(model, **options)
-    # The refused one has let go of what it had.
+    for model, options in ((net, {}), (other, {}), (other, {"weights": "host"})):
+        with pytest.raises(ValueError, match="in host memory for another optimizer"):
+            stepwell.OffloadAdamW(model, **options)
+    with pytest.raises(ValueError, match="in host memory for another optimizer"):
+        stepwell.OffloadAdamW(other.head.parameters(), model=other, weights="host")
+    # What was refused has let go of what it had.
     assert all(type(param) is torch.nn.Parameter for param in other.layers.parameters())
     assert bool(other.head.weight.norm() > 0)
     assert_same(net.state_dict(), state)

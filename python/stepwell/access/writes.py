@@ -64,6 +64,9 @@ class Waiting(Protocol):
     def use(self, tensors: Sequence[torch.Tensor] | None) -> None:
         """Waits for tensors of its own that are about to be used; None: for all."""
 
+    def note_result(self, tensors: Sequence[torch.Tensor], result: object) -> None:
+        """A function of torch has used tensors that were waited for, and returned a result."""
+
 
 # What waits for a tensor, by the tensor's id.
 _WAITING: dict[int, Waiting] = {}
@@ -97,9 +100,13 @@ def _waits(
         # No function of this module is to be in the trace.
         _traced()
     elif func not in DESCRIPTIVE:
-        wait_for(tree_leaves((args, kwargs)))
+        waited = _wait(filter(_is_written, tree_leaves((args, kwargs))))
         # Where a step has begun meanwhile, that is waited for.
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        for waiting, tensors in waited.items():
+            if waiting is not None:
+                waiting.note_result(tensors, result)
+        return result
     with without_waiting():
         return func(*args, **kwargs)
 
@@ -203,7 +210,7 @@ def wait_for(values: Iterable[Any]) -> None:
     _wait([each for each in values if _is_written(each)])
 
 
-def _wait(tensors: Iterable[torch.Tensor]) -> None:
+def _wait(tensors: Iterable[torch.Tensor]) -> Mapping[Waiting | None, list[torch.Tensor]]:
     by_writes: dict[Waiting | None, list[torch.Tensor]] = {}
     for tensor in tensors:
         by_writes.setdefault(_WAITING.get(id(tensor)), []).append(tensor)
@@ -216,6 +223,7 @@ def _wait(tensors: Iterable[torch.Tensor]) -> None:
         for tensor in own:
             if id(tensor) not in _WAITING:
                 _restore_class(tensor)
+    return by_writes
 
 
 def _wait_for_all() -> None:
@@ -342,6 +350,9 @@ class Writes(Generic[_Part]):
             use(tensors)
         else:
             self.wait_for(list(self._tensors.values()) if tensors is None else tensors)
+
+    def note_result(self, tensors: Sequence[torch.Tensor], result: object) -> None:
+        """They are plain now."""
 
     def wait_for(self, tensors: Iterable[torch.Tensor]) -> None:
         """Waits for the parts of the step that write `tensors`, where nothing has."""

@@ -6,14 +6,15 @@ the storage leave: autograd, which keeps the parameter or a view of it, finds th
 
 - A parameter whose weight is away has the class of one that is under way
   (`stepwell.access.writes`). So a use outside of all modules brings it. It stays until the next
-  step. Of those that came without grad mode, so that no graph is known to have them, more than
-  `BORROWED_BYTES_MAX` leave before. One that the program holds memory of (a view, `.data`) stays
-  for good, and has the new weight when `step()` returns.
+  step. Where they are more than `BORROWED_BYTES_MAX`, those leave before of whose use no node of
+  autograd's graph is left, which the first use tells. One that the program holds memory of (a view,
+  `.data`) stays for good, and has the new weight when `step()` returns.
 - What the program has written to a weight that was brought goes to the host before it leaves: its
   contents tell. To one that modules have fetched, its version tells: `.data` has one of its own, so
   that a write by way of it within a forward is lost.
-- One optimizer at a time has a parameter. With the next one its weight is a plain tensor in host
-  memory for a moment, and so it is where an optimizer could not be made.
+- One optimizer at a time has a parameter. The next one of the same model takes over, and so does
+  any when that is gone. An optimizer that could not be made leaves weights as plain tensors in host
+  memory.
 - Forwards are on one thread at a time.
 - What a module uses of others without calling them comes with it from its second forward on.
 - While a step runs the host side has the class of what a step writes: a fetch, and whoever reads a
@@ -72,8 +73,8 @@ def check_place(param: torch.Tensor, owner: HostWeights | None) -> None:
     if _OWNERS.get(id(param), owner) is not owner:
         raise ValueError(
             f"the weight of a parameter of `{tuple(param.shape)}` is in host memory for another "
-            "optimizer, expected one. hint: one optimizer with several groups; or let go of that "
-            "one (del optimizer), and weights='host' again"
+            "optimizer, expected none. hint: the same model with weights='host' again; or let go "
+            "of that optimizer (del optimizer), of a parameter that models share"
         )
     if owner is not None and not (type(param) is Parameter or is_under_way(param)):
         raise ValueError(
@@ -83,9 +84,12 @@ def check_place(param: torch.Tensor, owner: HostWeights | None) -> None:
 
 
 def take_over(model: torch.nn.Module) -> None:
-    """Has the weights of a model whose optimizer is gone be plain tensors in host memory."""
+    """Has the weights of a model that has had an optimizer be plain tensors in host memory.
+
+    Those of another model whose optimizer is there stay.
+    """
     for owner in {_OWNERS.get(id(param)) for param in model.parameters()}:
-        if owner is not None and owner.is_abandoned:
+        if owner is not None and (owner.is_abandoned or owner.is_of(model)):
             owner.let_go()
 
 
@@ -118,6 +122,8 @@ class _HostWeight:
         # Writes that autograd has counted, when it came.
         self._version = param._version
         self._away = away
+        self.graph: weakref.ref[_Graph] | None = None
+        """Alive as long as what autograd has made of its last use that was seen."""
         self.view = param.data
         """On the same storage, and always a plain tensor."""
 
@@ -165,6 +171,11 @@ class _HostWeight:
                 )
 
     @property
+    def is_in_graph(self) -> bool:
+        """Whether a node of autograd's graph is left that was made of its use."""
+        return self.graph is not None and self.graph() is not None
+
+    @property
     def is_held(self) -> bool:
         """Whether other tensors are on its storage, which is the parameter's."""
         _, count, _ = references(self.view)
@@ -181,6 +192,10 @@ class _HostWeight:
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1).view(torch.uint8)
+
+
+class _Graph:
+    """Goes with a node of autograd's graph, which has no weak references."""
 
 
 class _Away:
@@ -204,6 +219,10 @@ class _Away:
                 "gone. hint: keep the model as long as its parameters"
             )
         owner.bring(tensors)
+
+    def note_result(self, tensors: Sequence[torch.Tensor], result: object) -> None:
+        if (owner := self._owner()) is not None:
+            owner.note_result(tensors, result)
 
     def take(self, weight: _HostWeight) -> None:
         """The host gets what the program has written to a weight that is about to leave."""
@@ -237,8 +256,10 @@ class HostWeights:
         self._weights: dict[int, _HostWeight] = {}
         # What modules use of others without calling them, by the module's id.
         self._used_within: dict[int, dict[_HostWeight, None]] = {}
-        # In the order of their first use; each with whether a graph may have it.
-        self._borrowed: dict[_HostWeight, bool] = {}
+        # In the order of their first use.
+        self._borrowed: dict[_HostWeight, None] = {}
+        self._model: weakref.ref[torch.nn.Module] | None = None
+        self._has_let_go = False
         # Whether `end_step` finds a step that has begun.
         self._is_begun = False
         self.buffers: list[_core.Buffer] = []
@@ -300,6 +321,7 @@ class HostWeights:
             ValueError: another optimizer has them, or they are no plain parameters.
             OSError: there is no memory for them.
         """
+        self._model = weakref.ref(model)
         self._place_frozen([p for p in model.parameters() if id(p) not in self._weights])
         for module in model.modules():
             for name, buffer in module._buffers.items():
@@ -336,8 +358,12 @@ class HostWeights:
         """Whether the optimizer is gone."""
         return self._background() is None
 
+    def is_of(self, model: torch.nn.Module) -> bool:
+        """Whether they are those of `model`."""
+        return self._model is not None and self._model() is model
+
     def let_go(self) -> None:
-        """Parameters are plain from now on, and lie in host memory."""
+        """Parameters are plain from now on, and lie in host memory. No step begins any more."""
         with self._lock, torch.no_grad():
             self.take(self._borrowed)
             self.finish_copies()
@@ -348,6 +374,7 @@ class HostWeights:
                 weight.param.data = weight.source.data
                 del self._weights[key], _OWNERS[key]
             self._borrowed.clear()
+            self._has_let_go = True
 
     def finish_copies(self) -> None:
         """The thread waits: the memory of weights may be unpinned."""
@@ -382,7 +409,7 @@ class HostWeights:
 
     def _begin_state(self, module: torch.nn.Module, *_: Any) -> None:
         """The host has the module's weights, and the state dict finds those on the device."""
-        with self._lock, torch.no_grad():
+        with self._lock:
             weights = self._weights_of(module)
             self.take([weight for weight in weights if weight in self._borrowed])
             self.bring([weight.param for weight in weights if weight not in self._borrowed])
@@ -397,9 +424,8 @@ class HostWeights:
             if weight is not None and key in state and state[key] is not param:
                 state[key] = weight.source
         with self._lock:
-            # A graph may have the others.
-            brought = [w for w in self._weights_of(module) if self._borrowed.get(w) is False]
-            self._give_back([weight for weight in brought if not weight.is_held])
+            brought = [weight for weight in self._weights_of(module) if weight in self._borrowed]
+            self._give_back([w for w in brought if not (w.is_in_graph or w.is_held)])
 
     # ---- uses outside of modules ----
 
@@ -407,10 +433,8 @@ class HostWeights:
         """Brings weights that are about to be used."""
         with self._lock:
             weights = [self._weights[id(param)] for param in params]
-            for weight in weights:
-                # First: wherever Ctrl-C comes, what is written to it counts.
-                is_recorded = torch.is_grad_enabled() or self._borrowed.get(weight, False)
-                self._borrowed[weight] = is_recorded
+            # First: wherever Ctrl-C comes, what is written to them counts.
+            self._borrowed.update(dict.fromkeys(weights))
             self._fetcher.borrow(weights, self)
             for weight in weights:
                 # Of one that is there Ctrl-C may have left the class.
@@ -421,13 +445,23 @@ class HostWeights:
                 within.update(dict.fromkeys(weights))
             left = sum(weight.view.nbytes for weight in self._borrowed) - BORROWED_BYTES_MAX
             leaving = []
-            for weight, is_recorded in self._borrowed.items():
+            for weight in self._borrowed:
                 if left <= 0:
                     break
-                if not (is_recorded or weight in weights or weight.is_held):
+                if not (weight in weights or weight.is_in_graph or weight.is_held):
                     leaving.append(weight)
                     left -= weight.view.nbytes
             self._return(leaving)
+
+    def note_result(self, params: Iterable[torch.Tensor], result: object) -> None:
+        """What uses weights outside of modules has returned: a graph may have them."""
+        results = result if isinstance(result, (tuple, list)) else [result]
+        nodes: list[Any] = [each.grad_fn for each in results if isinstance(each, torch.Tensor)]
+        for node in nodes:
+            if node is not None:
+                graph = node.metadata[_Graph] = _Graph()
+                for param in params:
+                    self._weights[id(param)].graph = weakref.ref(graph)
 
     def _return(self, weights: Sequence[_HostWeight]) -> None:
         """Weights that were brought leave, and what the program has written goes to the host."""
@@ -466,6 +500,11 @@ class HostWeights:
 
         No weight is on the device, and none is copied, but for those that the program holds.
         """
+        if self._has_let_go:
+            raise ValueError(
+                "step() of an optimizer whose model has another one with weights='host' since, "
+                "expected one. hint: one optimizer with several groups"
+            )
         self._writes.use(None)
         self._is_begun = False
         for weight in self._weights.values():
@@ -473,9 +512,9 @@ class HostWeights:
                 end(weight.param)
                 weight.state = True
                 weight.users.add(self)
-                self._borrowed[weight] = False
+                self._borrowed[weight] = None
         self.take(self._borrowed)
-        staying = dict.fromkeys((each for each in self._borrowed if each.is_held), False)
+        staying = {weight: None for weight in self._borrowed if weight.is_held}
         self._fetcher.free_all([w for w in self._weights.values() if w not in staying])
         self._borrowed = staying
 
