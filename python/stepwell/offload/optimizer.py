@@ -122,7 +122,8 @@ class OffloadAdamW(AdamW):
             host memory, for models whose 16-bit weights do not fit. Modules fetch them for their
             forward and for their backward, and gradients go to host memory as they are made. The
             model is given; what it has on the CPU goes to memory of the optimizer's, parameter by
-            parameter, and its buffers go to `device`. Not with deferred updates, DTensor
+            parameter, and its buffers go to `device`. An optimizer that is made anew for the model
+            takes over, and the one before steps no more. Not with deferred updates, DTensor
             parameters, or several processes.
         device: with `weights="host"`, where modules compute. None: where the parameters are.
         accumulate: where the gradients of several backwards are summed. None: on the device; with

@@ -7,7 +7,8 @@ graph, which would cost more than a small module's launch. It has hooks on nodes
 - The backward of a module begins when a node of its outputs is about to run. Where an output is a
   view, that is a node of its base: a view that is written in place loses its own.
 - It ends when the gradients of all its inputs are complete. A module of which no input requires
-  a gradient ends with the whole backward. An input that is a leaf gets one node, a view.
+  a gradient, but for those given by keyword, ends with the whole backward. An input that is a leaf
+  gets one node, a view.
 - Where nothing in what a module returns is seen to be a tensor, its weights stay until then.
 - A tensor that a forward leaves as an attribute of its module (a loss of a router) is as an output.
   What it hands out in another way is not seen: where the backward begins with that, and reads a
