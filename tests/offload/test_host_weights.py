@@ -4,10 +4,15 @@ To the bit: losses, weights whichever way they are read, and state. On the CPU t
 device, and what a program reads too early or too late has no memory.
 """
 
+import contextlib
 import copy
 import gc
 import io
+import linecache
 import os
+import re
+import sys
+import weakref
 
 import pytest
 import stepwell
@@ -64,6 +69,13 @@ def words_of(net, step):
 def loss_of(net, step, call=None):
     words = words_of(net, step)
     return cross_entropy((call or net)(words).float().flatten(0, 1), words.flatten())
+
+
+def is_same(ours, theirs):
+    with contextlib.suppress(AssertionError):
+        assert_same(ours, theirs)
+        return True
+    return False
 
 
 @pytest.fixture(autouse=True)
@@ -219,6 +231,43 @@ def renormed():
     return net
 
 
+class Routed(torch.nn.Module):
+    """Leaves a loss that is made last, and so goes back first."""
+
+    def __init__(self):
+        super().__init__()
+        self.own = torch.nn.Parameter(torch.randn(WIDTH, WIDTH) * 0.1)
+        self.gain = torch.nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x):
+        y = x @ self.own
+        self.loss = 1e-3 * (y.sin() * self.gain).sum()
+        return y
+
+
+class Writing(Net):
+    """Writes weights in its forward."""
+
+    def forward(self, words):
+        # What is written behind the last step is in no state yet.
+        self.embed.max_norm = 0.5 if self.training else None
+        if self.training:
+            with torch.no_grad():
+                self.head.weight.clamp_(-0.05, 0.05)
+        return super().forward(words)
+
+
+class Recursive(torch.nn.Module):
+    """Calls itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.own = torch.nn.Parameter(torch.randn(WIDTH, WIDTH) * 0.1)
+
+    def forward(self, x, times=3):
+        return (self(x, times - 1) if times else x) + torch.tanh(x @ self.own)
+
+
 def tied():
     net = Net()
     net.head.weight = net.embed.weight
@@ -264,6 +313,8 @@ MODELS = {
     "layers left out": Skipping,
     "weights that modules return": lambda: returning(None),
     "inputs of checkpoints that are used often": lambda: returning(True),
+    "weights written in forwards": Writing,
+    "layers that call themselves": lambda: Net([Recursive(), Recursive()]),
     "compiled layers": compiled_layers,
 }
 
@@ -347,6 +398,41 @@ def in_parts(net, step):
         cross_entropy(net.head(part).float().flatten(0, 1), target.flatten())
         for part, target in zip(x.split(2), words.split(2), strict=True)
     )
+
+
+def with_losses_of_layers(net, step):
+    return loss_of(net, step) + sum(layer.loss for layer in net.layers)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_loss_that_a_layer_leaves_as_an_attribute_goes_back(device):
+    options = {"loss": with_losses_of_layers, "dtype": torch.float32}
+    assert_trains_alike(device, make=lambda: Net([Routed(), Routed()]), **options)
+
+
+def test_a_graph_keeps_what_is_used_outside_of_modules(monkeypatch):
+    from stepwell.store import host_weights
+
+    monkeypatch.setattr(host_weights, "BORROWED_BYTES_MAX", 10_000)
+
+    def penalty_first(net, step):
+        penalty = 1e-3 * sum(p.square().sum() for p in net.parameters())
+        net.state_dict()
+        return penalty + loss_of(net, step)
+
+    def logs(net, optimizer, step, kept):
+        for param in net.parameters():
+            param.norm().item()
+        assert optimizer._host.weights is None or resident_bytes(net) < 20_000
+
+    assert_trains_alike("cpu", loss=penalty_first, then=logs, dtype=torch.float32)
+
+
+def test_what_is_known_of_a_pass_without_end_is_bounded(monkeypatch):
+    from stepwell.weights import order
+
+    monkeypatch.setattr(order, "_USES_MAX", 8)
+    assert_trains_alike("cpu", loss=in_parts)
 
 
 class _Failing(torch.autograd.Function):
@@ -463,6 +549,13 @@ def freezes(net, optimizer, step, kept):
     net.layers[0].requires_grad_(step % 2 == 1)
 
 
+def thaws(net, optimizer, step, kept):
+    """Of what thaws memory is kept as well."""
+    kept.setdefault("views", [param.data for param in net.parameters()])
+    net.requires_grad_(True)
+    return [view.clone() for view in kept["views"]]
+
+
 def goes_back(net, optimizer, step, kept):
     if step == 1:
         stream = io.BytesIO()
@@ -489,6 +582,91 @@ THEN += [saves_the_model]
 @pytest.mark.parametrize("then", THEN)
 def test_what_is_done_between_steps_counts(device, then):
     assert_trains_alike(device, then=then)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_thaws_counts(device):
+    assert_trains_alike(device, make=partly_frozen, then=thaws)
+
+
+# ---- Ctrl-C ----
+
+
+class CtrlC:
+    """Comes at the nth line of the code that has weights come and go."""
+
+    FILES = re.compile(r"stepwell/(weights/|store/host_weights|access/writes)")
+
+    def __init__(self, nth):
+        self.num_left = nth
+
+    def __call__(self, frame, event, arg):
+        return self.trace if self.FILES.search(frame.f_code.co_filename) else None
+
+    def trace(self, frame, event, arg):
+        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip()
+        # At the end of a `with` Python looks for signals behind the exit alone.
+        if event == "line" and not line.startswith("with "):
+            self.num_left -= 1
+            if self.num_left == 0:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return self.trace
+
+
+def reads(net, optimizer):
+    return [param.norm().item() for param in net.parameters()]
+
+
+def goes_forward_and_back(net, optimizer):
+    loss_of(net, 7).backward()
+
+
+def looks_at_state(net, optimizer):
+    net.state_dict()
+
+
+def steps(net, optimizer):
+    optimizer.step()
+
+
+def run_with_ctrl_c(weights, act, nth):
+    """What there is after some steps, and whether Ctrl-C came. `act`: None: it is left out."""
+    net, optimizer = made(weights, "cpu", lambda: Net([Block()]))
+    loss_of(net, 0).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    view = net.head.weight.data
+    loss_of(net, 1).backward()
+    view.mul_(0.9)
+    interrupt = CtrlC(nth)
+    sys.settrace(interrupt if nth else None)
+    with contextlib.suppress(KeyboardInterrupt):
+        if act is not None:
+            act(net, optimizer)
+    sys.settrace(None)
+    optimizer.zero_grad()
+    for step in range(2, 4):
+        loss_of(net, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    seen = [[param.detach().clone() for param in net.parameters()], net.state_dict(), view.clone()]
+    del view
+    loss_of(net, 4).backward()
+    optimizer.step()
+    assert weights == "device" or resident_bytes(net) == 0
+    return seen, interrupt.num_left == 0
+
+
+@pytest.mark.parametrize("act", [reads, goes_forward_and_back, looks_at_state, steps])
+def test_ctrl_c_leaves_weights_as_they_were_or_stepped(act):
+    expected = [run_with_ctrl_c("device", each, 0)[0] for each in (act, None)]
+    nth, was_interrupted = 1, True
+    while was_interrupted:
+        seen, was_interrupted = run_with_ctrl_c("host", act, nth)
+        assert any(is_same(seen, each) for each in expected), nth
+        nth += 41
+    assert nth > 500
 
 
 # ---- where weights are ----
@@ -622,33 +800,78 @@ def test_a_parameter_without_its_model_says_so():
         weight.norm()
 
 
-def test_a_model_has_one_optimizer_after_the_other():
+@pytest.mark.parametrize("is_gone", [True, False])
+def test_an_optimizer_takes_over_from_the_one_before(is_gone):
     seen = []
     for weights in ("host", "device"):
-        net, optimizer = made(weights, "cpu", partly_frozen)
-        for _ in range(2):
+        net, optimizer = made(weights, "cpu")
+        for run in range(2):
+            if run:
+                if is_gone:
+                    del optimizer
+                    gc.collect()
+                optimizer = stepwell.OffloadAdamW(net, weights=weights)
+                assert weights == "device" or resident_bytes(net) == 0
             for step in range(2):
-                loss = loss_of(net, step)
-                loss.backward()
+                loss_of(net, step).backward()
                 optimizer.step()
                 optimizer.zero_grad()
-                seen.append(loss.item())
-            # The first one is there until the second is.
-            optimizer = stepwell.OffloadAdamW(net, lr=1e-2, weights=weights)
-        seen += [net.state_dict(), optimizer.state_dict()["state"]]
-    assert len(net.head._forward_hooks) == 1
-    assert_same(seen[:6], seen[6:])
+            with torch.no_grad():
+                net.head.weight.mul_(0.9)
+            seen.append([param.detach().clone() for param in net.parameters()])
+    assert_same(seen[:2], seen[2:])
 
 
-def test_an_optimizer_whose_weights_another_one_has_says_so():
-    net, first = made("host", "cpu")
-    second = stepwell.OffloadAdamW(net, weights="host")
-    with pytest.raises(ValueError, match="an optimizer that was made later"):
-        first.step()
-    second.step()
+def test_the_optimizer_before_steps_no_more():
+    net, optimizer = made("host", "cpu")
+    other = stepwell.OffloadAdamW(net, weights="host")
+    with pytest.raises(ValueError, match="has another one"):
+        optimizer.step()
+    del optimizer
+    loss_of(net, 0).backward()
+    other.step()
+
+
+def test_another_optimizer_of_the_same_weights_is_refused():
+    net, optimizer = made("host", "cpu")
+    state = copy.deepcopy(net.state_dict())
+    other = Net()
+    other.embed = net.embed
+    for model, options in ((net, {}), (other, {}), (other, {"weights": "host"})):
+        with pytest.raises(ValueError, match="in host memory for another optimizer"):
+            stepwell.OffloadAdamW(model, **options)
+    with pytest.raises(ValueError, match="in host memory for another optimizer"):
+        stepwell.OffloadAdamW(other.head.parameters(), model=other, weights="host")
+    # What was refused has let go of what it had.
+    assert all(type(param) is torch.nn.Parameter for param in other.layers.parameters())
+    assert bool(other.head.weight.norm() > 0)
+    assert_same(net.state_dict(), state)
+    loss_of(net, 0).backward()
+    optimizer.step()
+
+
+def test_a_model_and_its_optimizer_go_when_the_program_lets_go_of_them():
+    net, optimizer = made("host", "cpu")
+    loss_of(net, 0).backward()
+    optimizer.step()
+    held = [*map(weakref.ref, net.parameters()), weakref.ref(optimizer._background)]
+    del net, optimizer
+    gc.collect()
+    assert not any(each() for each in held)
 
 
 # ---- what is refused ----
+
+
+def test_other_shapes_and_dtypes_are_refused():
+    for change in (
+        lambda net: net.bfloat16(),
+        lambda net: setattr(net.head.weight, "data", torch.zeros(7, WIDTH)),
+    ):
+        net, optimizer = made("host", "cpu", dtype=torch.float32)
+        change(net)
+        with pytest.raises(ValueError, match="as it was"):
+            optimizer.step()
 
 
 def test_what_does_not_go_with_weights_in_host_memory_is_refused():

@@ -49,6 +49,7 @@ __all__ = [
     "Written",
     "begin",
     "end",
+    "forget_when_gone",
     "is_compiling",
     "is_under_way",
     "wait_for",
@@ -62,6 +63,9 @@ class Waiting(Protocol):
 
     def use(self, tensors: Sequence[torch.Tensor] | None) -> None:
         """Waits for tensors of its own that are about to be used; None: for all."""
+
+    def note_result(self, tensors: Sequence[torch.Tensor], result: object) -> None:
+        """A function of torch has used tensors that were waited for, and returned a result."""
 
 
 # What waits for a tensor, by the tensor's id.
@@ -96,9 +100,13 @@ def _waits(
         # No function of this module is to be in the trace.
         _traced()
     elif func not in DESCRIPTIVE:
-        wait_for(tree_leaves((args, kwargs)))
+        waited = _wait(filter(_is_written, tree_leaves((args, kwargs))))
         # Where a step has begun meanwhile, that is waited for.
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        for waiting, tensors in waited.items():
+            if waiting is not None:
+                waiting.note_result(tensors, result)
+        return result
     with without_waiting():
         return func(*args, **kwargs)
 
@@ -189,6 +197,11 @@ def end(param: torch.Tensor) -> None:
         _restore_class(param)
 
 
+def forget_when_gone(param: torch.Tensor) -> None:
+    """What `begin` notes of a parameter goes with it."""
+    weakref.finalize(param, _WAITING.pop, id(param), None).atexit = False
+
+
 # ---- uses ----
 
 
@@ -197,7 +210,7 @@ def wait_for(values: Iterable[Any]) -> None:
     _wait([each for each in values if _is_written(each)])
 
 
-def _wait(tensors: Iterable[torch.Tensor]) -> None:
+def _wait(tensors: Iterable[torch.Tensor]) -> Mapping[Waiting | None, list[torch.Tensor]]:
     by_writes: dict[Waiting | None, list[torch.Tensor]] = {}
     for tensor in tensors:
         by_writes.setdefault(_WAITING.get(id(tensor)), []).append(tensor)
@@ -210,6 +223,7 @@ def _wait(tensors: Iterable[torch.Tensor]) -> None:
         for tensor in own:
             if id(tensor) not in _WAITING:
                 _restore_class(tensor)
+    return by_writes
 
 
 def _wait_for_all() -> None:
@@ -337,6 +351,9 @@ class Writes(Generic[_Part]):
         else:
             self.wait_for(list(self._tensors.values()) if tensors is None else tensors)
 
+    def note_result(self, tensors: Sequence[torch.Tensor], result: object) -> None:
+        """They are plain now."""
+
     def wait_for(self, tensors: Iterable[torch.Tensor]) -> None:
         """Waits for the parts of the step that write `tensors`, where nothing has."""
         with LOCK:
@@ -376,16 +393,19 @@ class Writes(Generic[_Part]):
             # What a step that was begun meanwhile writes stays protected.
             if step == self.num_steps:
                 for part in parts:
-                    for tensor in self._together.pop(id(part), [part]):
+                    for tensor in self._together.get(id(part), [part]):
                         self._restore(tensor)
+                    # Behind it: after Ctrl-C the next wait finds them.
+                    self._together.pop(id(part), None)
 
     def _restore(self, tensor: Any) -> None:
         if id(tensor) in self._tensors:
             # In this order, wherever Ctrl-C comes: a use of what waits for nothing gets its class.
             _WAITING.pop(id(tensor), None)
             _restore_class(tensor)
-            self._parts.pop(id(tensor), None)
+            # While it is among the tensors its part is known.
             self._tensors.pop(id(tensor), None)
+            self._parts.pop(id(tensor), None)
 
     def _abandon(self) -> None:
         """The optimizer is gone: its tensors are plain again when they have landed."""

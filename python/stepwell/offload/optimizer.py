@@ -41,7 +41,7 @@ from stepwell.store.background import Background
 from stepwell.store.gradients import DeviceCollector
 from stepwell.store.host_collector import WHY_NAN, HostCollector
 from stepwell.store.host_side import HostSide
-from stepwell.store.host_weights import HostWeights
+from stepwell.store.host_weights import HostWeights, take_over
 from stepwell.store.norm import CLIP_EPS, gradient_norm
 from stepwell.store.residents import Residents
 from stepwell.store.spans import Looked, Spans
@@ -122,7 +122,8 @@ class OffloadAdamW(AdamW):
             host memory, for models whose 16-bit weights do not fit. Modules fetch them for their
             forward and for their backward, and gradients go to host memory as they are made. The
             model is given; what it has on the CPU goes to memory of the optimizer's, parameter by
-            parameter, and its buffers go to `device`. Not with deferred updates, DTensor
+            parameter, and its buffers go to `device`. An optimizer that is made anew for the model
+            takes over, and the one before steps no more. Not with deferred updates, DTensor
             parameters, or several processes.
         device: with `weights="host"`, where modules compute. None: where the parameters are.
         accumulate: where the gradients of several backwards are summed. None: on the device; with
@@ -270,6 +271,7 @@ class OffloadAdamW(AdamW):
         if weights == "host":
             assert model is not None
             where = next(model.parameters()).device if device is None else torch.device(device)
+            take_over(model)
             background = weakref.ref(self._background)
             self._host.weights = HostWeights(
                 where,
@@ -289,26 +291,32 @@ class OffloadAdamW(AdamW):
         self._keeper = States(self, self._host, self._residents, self._background)
         # What the last step took, as far as the engine does not know it.
         self._seconds: dict[str, float] = {}
-        super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            moments=moments,
-            nonfinite=nonfinite,
-            maximize=maximize,
-            seed=seed,
-            foreach=foreach,
-            fused=fused,
-        )
-        with torch.no_grad():
-            between_steps = self._background.between_steps
-            self._host.open(self, self._states, self._names(), between_steps)
-        if self._host.weights is not None and model is not None:
-            self._host.weights.watch(model)
-        elif model is not None:
-            self._background.watch(model)
+        try:
+            super().__init__(
+                params,
+                lr,
+                betas,
+                eps,
+                weight_decay,
+                moments=moments,
+                nonfinite=nonfinite,
+                maximize=maximize,
+                seed=seed,
+                foreach=foreach,
+                fused=fused,
+            )
+            with torch.no_grad():
+                between_steps = self._background.between_steps
+                self._host.open(self, self._states, self._names(), between_steps)
+            if self._host.weights is not None and model is not None:
+                self._host.weights.watch(model)
+            elif model is not None:
+                self._background.watch(model)
+        except BaseException:
+            if self._host.weights is not None:
+                # Nothing else would find them.
+                self._host.weights.let_go()
+            raise
 
     def _names(self) -> dict[torch.Tensor, str]:
         names = [

@@ -164,6 +164,9 @@ class Background:
         engine, gate, self.engine, self.gate = self.engine, self.gate, None, None
         if gate is not None:
             gate.detach()
+        if self._host.weights is not None:
+            # The memory that they are fetched from is unpinned.
+            self._host.weights.finish_copies()
         if engine is not None:
             engine.close()
 

@@ -21,6 +21,7 @@ from stepwell._budget import GIB, announce, share_of_free_bytes
 from stepwell._sharding import is_dtensor, local
 from stepwell._tensors import Written, check_param
 from stepwell.store.deferred import DeferralBytes, Extents, memory_of
+from stepwell.store.host_weights import check_place
 from stepwell.store.residents import Residents
 from stepwell.store.twins import Twins
 
@@ -89,6 +90,7 @@ class HostSide:
         `labels`: what errors call the parameters of all groups.
         """
         for param in params:
+            check_place(param, self.weights)
             check_param(param, labels[param], on_device=True)
         # Refuses tensors that share memory.
         known = [param for param in (*self.twins, *self._residents) if param in labels]

@@ -6,10 +6,16 @@ the storage leave: autograd, which keeps the parameter or a view of it, finds th
 
 - A parameter whose weight is away has the class of one that is under way
   (`stepwell.access.writes`). So a use outside of all modules brings it. It stays until the next
-  step, or until more than `BORROWED_BYTES_MAX` have come so; one that the program holds memory of
-  (a view, `.data`) stays for good, and has the new weight when `step()` returns.
+  step. Where they are more than `BORROWED_BYTES_MAX`, those leave before of whose use no node of
+  autograd's graph is left, which the first use tells. One that the program holds memory of (a view,
+  `.data`) stays for good, and has the new weight when `step()` returns.
 - What the program has written to a weight that was brought goes to the host before it leaves: its
-  contents tell. What a forward writes to its own, the version tells: not where it uses `.data`.
+  contents tell. To one that modules have fetched, its version tells: `.data` has one of its own, so
+  that a write by way of it within a forward is lost.
+- One optimizer at a time has a parameter. The next one of the same model takes over, and so does
+  any when that is gone. An optimizer that could not be made leaves weights as plain tensors in host
+  memory.
+- Forwards are on one thread at a time.
 - What transforms of torch.func use, and backwards with create_graph, stays until the next step.
 - What a module uses of others without calling them comes with it from its second forward on.
 - While a step runs the host side has the class of what a step writes: a fetch, and whoever reads a
@@ -34,8 +40,8 @@ from stepwell import _core
 from stepwell._tensors import COUNT_ALONE, references, tensor_on
 from stepwell.access.compiled_calls import CompiledCall, is_compiled, is_compiled_in_place
 from stepwell.access.descriptive import without_waiting
-from stepwell.access.writes import Writes, begin, end
-from stepwell.weights.calls import Calls, Hook
+from stepwell.access.writes import Writes, begin, end, forget_when_gone, is_under_way
+from stepwell.weights.calls import Calls, Hook, num_calls
 from stepwell.weights.fetcher import Fetcher
 from stepwell.weights.lane import Lane
 
@@ -45,7 +51,7 @@ if TYPE_CHECKING:
     from stepwell.access.writes import Protection
     from stepwell.store.engine import Engine
 
-__all__ = ["BORROWED_BYTES_MAX", "HostWeights"]
+__all__ = ["BORROWED_BYTES_MAX", "HostWeights", "check_place", "take_over"]
 
 BORROWED_BYTES_MAX = 1 << 30
 """Of weights that a program uses outside of modules, and of which it holds no memory."""
@@ -55,8 +61,37 @@ BORROWED_BYTES_MAX = 1 << 30
 _AHEAD_NUMEL = 192 << 20
 # Where each weight of frozen parameters begins.
 _ALIGN_BYTES = 64
-# Which weights a parameter's is one of, by the parameter's id: they hold it.
+
+# What has the weights of parameters, by their ids, which it holds.
 _OWNERS: weakref.WeakValueDictionary[int, HostWeights] = weakref.WeakValueDictionary()
+
+
+def check_place(param: torch.Tensor, owner: HostWeights | None) -> None:
+    """Raises ValueError if the weight of `param` cannot be where `owner` has it.
+
+    `owner`: None: it stays where it is.
+    """
+    if _OWNERS.get(id(param), owner) is not owner:
+        raise ValueError(
+            f"the weight of a parameter of `{tuple(param.shape)}` is in host memory for another "
+            "optimizer, expected none. hint: the same model with weights='host' again; or let go "
+            "of that optimizer (del optimizer), of a parameter that models share"
+        )
+    if owner is not None and not (type(param) is Parameter or is_under_way(param)):
+        raise ValueError(
+            f"a parameter is a `{type(param).__name__}` and `weights` is `host`, expected "
+            "torch.nn.Parameter. hint: weights='device'"
+        )
+
+
+def take_over(model: torch.nn.Module) -> None:
+    """Has the weights of a model that has had an optimizer be plain tensors in host memory.
+
+    Those of another model whose optimizer is there stay.
+    """
+    for owner in {_OWNERS.get(id(param)) for param in model.parameters()}:
+        if owner is not None and (owner.is_abandoned or owner.is_of(model)):
+            owner.let_go()
 
 
 class _HostWeight:
@@ -85,9 +120,11 @@ class _HostWeight:
         self.users: set[Hashable] = set()
         self.state = True
         """Whether it is on the device."""
+        # Writes that autograd has counted, when it came.
+        self._version = param._version
         self._away = away
-        self.version = param._version
-        """Of the parameter, when it had what the host has."""
+        self.graph: weakref.ref[_Graph] | None = None
+        """Alive as long as what autograd has made of its last use that was seen."""
         self.view = param.data
         """On the same storage, and always a plain tensor."""
         self.storage: int = self.view.untyped_storage()._cdata
@@ -100,19 +137,22 @@ class _HostWeight:
     def put(self, whole: torch.Tensor) -> None:
         self.state = True
         end(self.param)
-        # Steps count as writes, too.
-        self.version = self.param._version
+        self.note_taken()
+
+    def note_taken(self) -> None:
+        """The host has what is on the device."""
+        self._version = self.param._version
 
     def discard(self) -> None:
         if not self.state:
             self._resize(0)
 
     def drop(self) -> None:
-        if self.is_changed:
+        if self.param._version != self._version:
             self._away.take(self)
-        # First: after Ctrl-C it is fetched anew.
-        self.state = False
+        # In this order, wherever Ctrl-C comes: a use of it finds memory, or fetches it anew.
         begin(self.param, self._away)
+        self.state = False
         self._resize(0)
 
     def _resize(self, nbytes: int) -> None:
@@ -122,15 +162,26 @@ class _HostWeight:
             storage.resize_(nbytes)
 
     @property
-    def is_changed(self) -> bool:
-        """Whether it was written, as far as its version tells: by a module in a forward, too."""
-        return self.state and self.version != self.param._version
-
-    @property
     def is_replaced(self) -> bool:
         """Whether the program has given the parameter other memory."""
         with without_waiting():
             return bool(self.param.untyped_storage()._cdata != self.storage)
+
+    def check(self) -> None:
+        """Raises ValueError if the program has given the parameter what no weight can be."""
+        with without_waiting():
+            found, expected = self.param, self.view
+            if (found.dtype, found.shape) != (expected.dtype, expected.shape):
+                raise ValueError(
+                    f"a parameter is `{found.dtype}` of `{tuple(found.shape)}`, expected "
+                    f"`{expected.dtype}` of `{tuple(expected.shape)}`, as it was. hint: make a new "
+                    "optimizer and load this one's state_dict()"
+                )
+
+    @property
+    def is_in_graph(self) -> bool:
+        """Whether a node of autograd's graph is left that was made of its use."""
+        return self.graph is not None and self.graph() is not None
 
     @property
     def is_held(self) -> bool:
@@ -141,14 +192,18 @@ class _HostWeight:
     @property
     def is_written(self) -> bool:
         """Whether the program has written it since it was brought. The thread waits."""
-        if self.is_replaced:
-            return True
+        if self.is_replaced or not self.state:
+            return self.is_replaced
         there = self.source.data.to(self.view.device)
         return not torch.equal(_bytes_of(there), _bytes_of(self.view))
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1).view(torch.uint8)
+
+
+class _Graph:
+    """Goes with a node of autograd's graph, which has no weak references."""
 
 
 class _Away:
@@ -173,8 +228,12 @@ class _Away:
             )
         owner.bring(tensors)
 
+    def note_result(self, tensors: Sequence[torch.Tensor], result: object) -> None:
+        if (owner := self._owner()) is not None:
+            owner.note_result(tensors, result)
+
     def take(self, weight: _HostWeight) -> None:
-        """Copies to the host what has been written."""
+        """The host gets what the program has written to a weight that is about to leave."""
         if (owner := self._owner()) is not None:
             owner.take([weight])
 
@@ -202,17 +261,18 @@ class HostWeights:
     ) -> None:
         self.device = device
         self._engine = engine
-        self._lock, self._reread = lock, reread
         self._owner = weakref.ref(owner)
-        self._has_let_go = False
-        # Those of earlier optimizers, from which it takes weights.
-        self._former: set[HostWeights] = set()
+        self._lock, self._reread = lock, reread
         # By the parameter's id, which the weight holds.
         self._weights: dict[int, _HostWeight] = {}
         # What modules use of others without calling them, by the module's id.
         self._used_within: dict[int, dict[_HostWeight, None]] = {}
         # In the order of their first use.
         self._borrowed: dict[_HostWeight, None] = {}
+        self._model: weakref.ref[torch.nn.Module] | None = None
+        self._has_let_go = False
+        # Whether `end_step` finds a step that has begun.
+        self._is_begun = False
         self.buffers: list[_core.Buffer] = []
         """The memory of weights that are not stepped."""
         self._stack: list[torch.nn.Module] = []
@@ -242,18 +302,9 @@ class HostWeights:
 
     def place(self, param: torch.Tensor, source: torch.Tensor) -> None:
         """From now on the weight of `param` is `source`, in host memory, which has its elements."""
-        if type(param) is not Parameter:
-            raise ValueError(
-                f"a parameter is a `{type(param).__name__}` and `weights` is `host`, expected "
-                "torch.nn.Parameter. hint: weights='device'"
-            )
+        assert isinstance(param, Parameter)
         weight = self._weights.get(id(param))
         if weight is None:
-            former = _OWNERS.get(id(param))
-            if former is not None:
-                former.let_go(param)
-                self._former.add(former)
-            _OWNERS[id(param)] = self
             if param.device != self.device:
                 param.data = torch.empty(param.shape, dtype=param.dtype, device=self.device)
             elif references(param)[1] > COUNT_ALONE or not param.is_contiguous():
@@ -261,21 +312,16 @@ class HostWeights:
                 param.data = torch.empty_like(param, memory_format=torch.contiguous_format)
             weight = _HostWeight(param, source, len(self._weights), self._away)
             self._weights[id(param)] = weight
+            _OWNERS[id(param)] = self
+            forget_when_gone(param)
+            if weight.numel:
+                weight.drop()
+            return
         weight.source = source
-        weight.users.clear()
-        self._borrowed.pop(weight, None)
-        if weight.numel:
-            weight.drop()
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the optimizer is there."""
-        return self._owner() is not None
-
-    def let_go(self, param: torch.Tensor) -> None:
-        """The weight of `param`, which is there, becomes another optimizer's."""
-        self._has_let_go = True
-        self._borrowed.pop(self._weights.pop(id(param)), None)
+        if not weight.is_held:
+            weight.users.clear()
+            self._fetcher.give_back([weight], self)
+            self._borrowed.pop(weight, None)
 
     def watch(self, model: torch.nn.Module) -> None:
         """Has the weights of a model come to its modules; and its buffers be on the device.
@@ -283,15 +329,11 @@ class HostWeights:
         Those that are not placed yet, which are frozen, get memory of their own.
 
         Raises:
+            ValueError: another optimizer has them, or they are no plain parameters.
             OSError: there is no memory for them.
         """
-        # Where models share modules, the optimizer of one brings their weights.
-        owners = ((param, _OWNERS.get(id(param))) for param in model.parameters())
-        self._place_frozen([p for p, owner in owners if owner is None or not self._keeps(owner)])
-        for former in self._former:
-            for handle in former._handles:
-                handle.remove()
-        self._former.clear()
+        self._model = weakref.ref(model)
+        self._place_frozen([p for p in model.parameters() if id(p) not in self._weights])
         for module in model.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None:
@@ -322,11 +364,36 @@ class HostWeights:
                     module._register_state_dict_hook(Hook(self._end_state)),  # type: ignore[no-untyped-call]
                 ]
 
-    def _keeps(self, owner: HostWeights) -> bool:
-        """Whether a weight stays with the optimizer that brings it now."""
-        return owner is self or (owner.is_open and owner not in self._former)
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether the optimizer is gone."""
+        return self._owner() is None
+
+    def is_of(self, model: torch.nn.Module) -> bool:
+        """Whether they are those of `model`."""
+        return self._model is not None and self._model() is model
+
+    def let_go(self) -> None:
+        """Parameters are plain from now on, and lie in host memory. No step begins any more."""
+        with self._lock, torch.no_grad():
+            self.take(self._borrowed)
+            self.finish_copies()
+            for handle in self._handles:
+                handle.remove()
+            for key, weight in list(self._weights.items()):
+                end(weight.param)
+                weight.param.data = weight.source.data
+                del self._weights[key], _OWNERS[key]
+            self._borrowed.clear()
+            self._has_let_go = True
+
+    def finish_copies(self) -> None:
+        """The thread waits: the memory of weights may be unpinned."""
+        self._fetcher.finish_copies()
 
     def _place_frozen(self, params: Sequence[Parameter]) -> None:
+        for param in params:
+            check_place(param, self)
         sizes = [-(-param.nbytes // _ALIGN_BYTES) * _ALIGN_BYTES for param in params]
         if not sum(sizes):
             return
@@ -371,40 +438,60 @@ class HostWeights:
     # ---- state dicts ----
 
     def _begin_state(self, module: torch.nn.Module, *_: Any) -> None:
-        """What the program has written to the module's weights goes to the host."""
-        weights = self._weights_of(module)
-        self._return([each for each in weights if each in self._borrowed or each.is_changed])
+        """The host has the module's weights, and the state dict finds those on the device."""
+        with self._lock:
+            weights = self._weights_of(module)
+            self.take([weight for weight in weights if weight in self._borrowed])
+            self.bring([weight.param for weight in weights if weight not in self._borrowed])
 
     def _end_state(
         self, module: torch.nn.Module, state: dict[str, Any], prefix: str, *_: Any
     ) -> None:
-        """The state dict has the host sides. It asked for the parameters, which came for that."""
+        """The state dict has the host sides, and not the parameters, which came for it."""
         for name, param in module._parameters.items():
             weight, key = self._weights.get(id(param)), prefix + name
             # Not where the program wants the parameters.
             if weight is not None and key in state and state[key] is not param:
                 state[key] = weight.source
-        brought = [weight for weight in self._weights_of(module) if weight in self._borrowed]
-        self._give_back([weight for weight in brought if not weight.is_held])
+        with self._lock:
+            brought = [weight for weight in self._weights_of(module) if weight in self._borrowed]
+            self._give_back([w for w in brought if not (w.is_in_graph or w.is_held)])
 
     # ---- uses outside of modules ----
 
     def bring(self, params: Iterable[torch.Tensor]) -> None:
         """Brings weights that are about to be used."""
-        weights = [self._weights[id(param)] for param in params]
-        self._fetcher.borrow(weights, self)
-        if self._stack:
-            self._used_within.setdefault(id(self._stack[-1]), {}).update(dict.fromkeys(weights))
-        self._borrowed.update(dict.fromkeys(weights))
-        left = sum(weight.view.nbytes for weight in self._borrowed) - BORROWED_BYTES_MAX
-        leaving = []
-        for weight in self._borrowed:
-            if left <= 0:
-                break
-            if weight not in weights and not weight.is_held:
-                leaving.append(weight)
-                left -= weight.view.nbytes
-        self._return(leaving)
+        with self._lock:
+            weights = [self._weights[id(param)] for param in params]
+            # First: wherever Ctrl-C comes, what is written to them counts.
+            self._borrowed.update(dict.fromkeys(weights))
+            self._fetcher.borrow(weights, self)
+            for weight in weights:
+                # Of one that is there Ctrl-C may have left the class.
+                end(weight.param)
+            # Ctrl-C leaves modules there whose forwards it has ended.
+            if self._stack and num_calls(self._stack[-1]):
+                within = self._used_within.setdefault(id(self._stack[-1]), {})
+                within.update(dict.fromkeys(weights))
+            left = sum(weight.view.nbytes for weight in self._borrowed) - BORROWED_BYTES_MAX
+            leaving = []
+            for weight in self._borrowed:
+                if left <= 0:
+                    break
+                if not (weight in weights or weight.is_in_graph or weight.is_held):
+                    leaving.append(weight)
+                    left -= weight.view.nbytes
+            self._return(leaving)
+
+    def note_result(self, params: Iterable[torch.Tensor], result: object) -> None:
+        """What uses weights outside of modules has returned: a graph may have them."""
+        results = result if isinstance(result, (tuple, list)) else [result]
+        nodes: list[Any] = [each.grad_fn for each in results if isinstance(each, torch.Tensor)]
+        for node in nodes:
+            if node is not None:
+                graph = node.metadata[_Graph] = _Graph()
+                for param in params:
+                    self._weights[id(param)].graph = weakref.ref(graph)
 
     def _return(self, weights: Sequence[_HostWeight]) -> None:
         """Weights that were brought leave, and what the program has written goes to the host."""
@@ -418,8 +505,14 @@ class HostWeights:
             self._borrowed.pop(weight, None)
 
     def take(self, weights: Iterable[_HostWeight]) -> None:
-        """Copies to the host what the program has written."""
+        """Copies to the host what the program has written.
+
+        Raises:
+            ValueError: the program has given a parameter what cannot be its weight.
+        """
         weights = list(weights)
+        for weight in weights:
+            weight.check()
         with torch.no_grad():
             written = [weight for weight in weights if weight.is_written]
             known = set(map(id, self._reread([weight.param for weight in written])))
@@ -428,8 +521,7 @@ class HostWeights:
                     weight.source.copy_(weight.param)
                 if weight.is_replaced:
                     weight.param.data = weight.view
-        for weight in weights:
-            weight.version = weight.param._version
+                weight.note_taken()
 
     # ---- steps ----
 
@@ -440,17 +532,18 @@ class HostWeights:
         """
         if self._has_let_go:
             raise ValueError(
-                "weights of the model are in host memory for an optimizer that was made later, "
-                "expected one for each parameter. hint: use that one, with parameter groups"
+                "step() of an optimizer whose model has another one with weights='host' since, "
+                "expected one. hint: one optimizer with several groups"
             )
         self._writes.use(None)
+        self._is_begun = False
         for weight in self._weights.values():
             if weight.is_replaced:
                 end(weight.param)
                 weight.state = True
                 weight.users.add(self)
                 self._borrowed[weight] = None
-        self.take(list(self._borrowed))
+        self.take(self._borrowed)
         staying = {weight: None for weight in self._borrowed if weight.is_held}
         self._fetcher.free_all([w for w in self._weights.values() if w not in staying])
         self._borrowed = staying
@@ -461,13 +554,15 @@ class HostWeights:
         Args:
             stepped: parameters, each with its weight in host memory.
         """
+        self._is_begun = True
         return self._writes.protection([], {weight: param for param, weight in stepped})
 
     def end_step(self) -> None:
-        """A step has begun: the thread waits for the weights whose memory the program holds."""
+        """If a step has begun the thread waits for the weights whose memory the program holds."""
         with torch.no_grad():
-            for weight in self._borrowed:
+            for weight in self._borrowed if self._is_begun else ():
                 weight.view.copy_(weight.source)
+        self._is_begun = False
 
     def _wait(self, params: Sequence[torch.Tensor]) -> None:
         if (engine := self._engine()) is not None:

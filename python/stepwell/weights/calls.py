@@ -7,9 +7,13 @@ graph, which would cost more than a small module's launch. It has hooks on nodes
 - The backward of a module begins when a node of its outputs is about to run. Where an output is a
   view, that is a node of its base: a view that is written in place loses its own.
 - It ends when the gradients of all its inputs are complete. A module of which no input requires
-  a gradient ends with the whole backward. An input that is a leaf gets one node, a view; with
-  `sees_passes` none, which would change the order of sums: its module ends with the backward.
+  a gradient, but for those given by keyword, ends with the whole backward. An input that is a leaf
+  gets one node, a view; with `sees_passes` none, which would change the order of sums: its module
+  ends with the backward.
 - Where nothing in what a module returns is seen to be a tensor, its weights stay until then.
+- A tensor that a forward leaves as an attribute of its module (a loss of a router) is as an output.
+  What it hands out in another way is not seen: where the backward begins with that, and reads a
+  weight, there is no memory.
 
 A module without parameters costs 1 microsecond in its forward and nothing in its backward.
 """
@@ -17,6 +21,7 @@ A module without parameters costs 1 microsecond in its forward and nothing in it
 from __future__ import annotations
 
 import contextlib
+import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -32,7 +37,18 @@ if TYPE_CHECKING:
     from stepwell.weights.fetcher import Fetcher
     from stepwell.weights.weight import Weight
 
-__all__ = ["Calls", "Hook"]
+__all__ = ["Calls", "Hook", "num_calls"]
+
+_CALL = torch.nn.Module._wrapped_call_impl.__code__
+
+
+def num_calls(module: torch.nn.Module) -> int:
+    """How many calls of a module are under way on this thread. Cost: a walk over its frames."""
+    frame, found = sys._getframe(), 0
+    while (caller := frame.f_back) is not None:
+        frame = caller
+        found += frame.f_code is _CALL and frame.f_locals["self"] is module
+    return found
 
 
 class _Entered(NamedTuple):
@@ -136,10 +152,13 @@ class Calls:
             self._entered.clear()
 
     def _begin(self, module: torch.nn.Module, args: Any) -> Any:
+        is_outermost = bool(self._entered) and self._entered[0].module is module
+        # Ctrl-C calls no hook of a forward that it ends. Or the module calls itself.
+        if self.sees_passes and is_outermost and num_calls(module) < 2:
+            self.forget()
         depth = len(self._stack)
         if depth == 0 and self.sees_passes and backward_id() is None:
             self._see_pass(module)
-        self._stack.append(module)
         weights, backward = self.weights_of(module), None
         if weights:
             if torch.is_grad_enabled():
@@ -147,7 +166,9 @@ class Calls:
                 args = tuple(map(backward.end_behind, args))
             # The token of each call of it: the next one ends one that has raised, too.
             self.fetcher.enter(module, weights, id(module))
+        # In this order, wherever Ctrl-C comes: what ends it takes both away.
         self._entered.append(_Entered(module, depth, weights, backward))
+        self._stack.append(module)
         return args
 
     def _end(self, module: torch.nn.Module, _: Any, output: Any) -> None:
@@ -164,6 +185,7 @@ class Calls:
             # None, where it has raised.
             if not backward.has_outputs and output is not None:
                 self.fetcher.hold(entered.weights, backward)
+            backward.begin_at_attributes()
         if entered.weights:
             self.fetcher.leave(entered.weights, id(module))
 
@@ -197,12 +219,14 @@ class Calls:
 class _Backward:
     """That of a call of a module that has weights. It is their token."""
 
-    __slots__ = ("_calls", "_module", "_num_inputs", "_num_inputs_left", "has_outputs")
+    __slots__ = ("_begun", "_calls", "_module", "_num_inputs", "_num_inputs_left", "has_outputs")
 
     def __init__(self, calls: Calls, module: torch.nn.Module) -> None:
         self._calls = calls
         self._module = module
         self._num_inputs = self._num_inputs_left = 0
+        # Nodes of autograd's graph are numbered as they are made.
+        self._begun = torch._C._autograd._get_sequence_nr()
         self.has_outputs = False
 
     def end_behind(self, value: Any) -> Any:
@@ -232,6 +256,14 @@ class _Backward:
             if node is not None:
                 node.register_prehook(self._begin)
         return value
+
+    def begin_at_attributes(self) -> None:
+        """Has it begin when that of a tensor does which the forward has left in its module."""
+        for value in vars(self._module).values():
+            node = value.grad_fn if type(value) is torch.Tensor else None
+            # Not what was there before, which would get a hook in each forward.
+            if node is not None and node._sequence_nr() >= self._begun:
+                self.begin_at(value)
 
     def _begin(self, _: Any) -> None:
         calls, module = self._calls, self._module

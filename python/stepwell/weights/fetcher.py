@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from stepwell.access.descriptive import without_waiting
 from stepwell.weights.gather_order import GatherOrder
 from stepwell.weights.order import Order
 
@@ -153,6 +154,11 @@ class Fetcher:
             for weight in weights:
                 weight.users.clear()
             self._free(weights)
+
+    def finish_copies(self) -> None:
+        """The thread waits until all copies have ended."""
+        with self._lock:
+            self._lane.finish()
 
     def end_backward(self, ended: int | None = None) -> None:
         """A backward has ended: frees what is left of modules whose inputs got no gradient.
@@ -408,7 +414,8 @@ class Fetcher:
                     numel += left
             if not leaving:
                 return
-            mark = self._lane.release([weight.param.data for weight in leaving])
+            with without_waiting():
+                mark = self._lane.release([weight.param.data for weight in leaving])
             for weight in leaving:
                 weight.drop()
         if numel and mark is not None:

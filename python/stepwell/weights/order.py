@@ -1,8 +1,8 @@
 """In which order modules use their weights, as it was in the pass before.
 
 A pass is from one forward of the model, or of its parts, to the next, with the backward in between.
-There is one order for training and one for evaluation. Cost: an entry of a list per use; per use of
-a new order, once, a walk over what follows it.
+There is one order for training and one for evaluation. Cost: an entry of a list per use, of which
+there are `_USES_MAX` at most; per use of a new order, once, a walk over what follows it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from stepwell.weights.weight import Weight
 
 __all__ = ["Order", "Use"]
+
+
+# A program that calls parts of a model in a loop may begin no pass.
+_USES_MAX = 1 << 16
 
 
 class Use(NamedTuple):
@@ -58,6 +62,8 @@ class Order:
 
     def note(self, module: torch.nn.Module, weights: Sequence[Weight]) -> None:
         """A use begins."""
+        if len(self._uses) == _USES_MAX:
+            self.begin()
         position = len(self._uses)
         self._uses.append(Use(module, weights))
         if self._is_followed and not (
