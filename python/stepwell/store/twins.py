@@ -157,15 +157,20 @@ class Twins:
         if len(buffers) == 1:
             # Of the largest; pages that are not touched are not there.
             largest = max((local(param).nbytes for param in params), default=0)
-            untouched = torch.empty(largest, dtype=torch.uint8, device="cpu")
+            grads = torch.empty(largest, dtype=torch.uint8, device="cpu")
+        else:
+            # One memory: sums that lie side by side go together (`adder`).
+            grads = tensor_on(buffers[1])
         begin = 0
         for param in params:
             piece = local(param)
             self.device = piece.device
-            # State dicts may have the weight: what saves them looks for shared storages.
-            places = [tensor_on(buffer, begin, piece.nbytes) for buffer in buffers]
-            if len(buffers) == 1:
-                places.append(untouched[: piece.nbytes])
+            grad_begin = begin if len(buffers) > 1 else 0
+            places = [
+                # State dicts may have the weight: what saves them looks for shared storages.
+                tensor_on(buffers[0], begin, piece.nbytes),
+                grads[grad_begin : grad_begin + piece.nbytes],
+            ]
             weight, grad = (place.view(piece.dtype).view(piece.shape) for place in places)
             byte_range = begin, begin + self._aligned(piece.nbytes)
             begin = byte_range[1]
