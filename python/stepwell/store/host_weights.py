@@ -39,14 +39,14 @@ from torch.utils._pytree import tree_map
 from stepwell import _core
 from stepwell._tensors import COUNT_ALONE, references, tensor_on
 from stepwell.access.compiled_calls import CompiledCall, is_compiled, is_compiled_in_place
-from stepwell.access.descriptive import without_waiting
-from stepwell.access.writes import Writes, begin, end, forget_when_gone, is_under_way
+from stepwell.access.writes import Writes, end, forget_when_gone, is_under_way
+from stepwell.store.host_weight import Graph, HostWeight
 from stepwell.weights.calls import Calls, Hook, num_calls
 from stepwell.weights.fetcher import Fetcher
 from stepwell.weights.lane import Lane
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from stepwell.access.writes import Protection
     from stepwell.store.engine import Engine
@@ -94,118 +94,6 @@ def take_over(model: torch.nn.Module) -> None:
             owner.let_go()
 
 
-class _HostWeight:
-    """A `Weight`: a parameter whose elements lie in host memory between uses.
-
-    Args:
-        param: the parameter, whose storage is on the device.
-        source: its elements in host memory.
-        key: its number.
-        away: asked when it is used while it is away.
-    """
-
-    is_persistent = False
-    stays = False
-
-    def __init__(
-        self,
-        param: Parameter,
-        source: torch.Tensor,
-        key: int,
-        away: _Away,
-    ) -> None:
-        self.param, self.source, self.key = param, source, key
-        self.numel = self.part_numel = param.numel()
-        self.shape = param.shape
-        self.users: set[Hashable] = set()
-        self.state = True
-        """Whether it is on the device."""
-        # Writes that autograd has counted, when it came.
-        self._version = param._version
-        self._away = away
-        self.graph: weakref.ref[_Graph] | None = None
-        """Alive as long as what autograd has made of its last use that was seen."""
-        self.view = param.data
-        """On the same storage, and always a plain tensor."""
-        self.storage: int = self.view.untyped_storage()._cdata
-        """Which one that is."""
-
-    def copy(self, source: torch.Tensor, device: torch.device) -> torch.Tensor:
-        self._resize(self.view.nbytes)
-        return self.view.copy_(source, non_blocking=True)
-
-    def put(self, whole: torch.Tensor) -> None:
-        self.state = True
-        end(self.param)
-        self.note_taken()
-
-    def note_taken(self) -> None:
-        """The host has what is on the device."""
-        self._version = self.param._version
-
-    def discard(self) -> None:
-        if not self.state:
-            self._resize(0)
-
-    def drop(self) -> None:
-        if self.param._version != self._version:
-            self._away.take(self)
-        # In this order, wherever Ctrl-C comes: a use of it finds memory, or fetches it anew.
-        begin(self.param, self._away)
-        self.state = False
-        self._resize(0)
-
-    def _resize(self, nbytes: int) -> None:
-        storage = self.view.untyped_storage()
-        # On the CPU it stays where an array of numpy has been made of it, or it is shared.
-        if storage.resizable() and (self.view.is_cuda or not storage.is_shared()):
-            storage.resize_(nbytes)
-
-    @property
-    def is_replaced(self) -> bool:
-        """Whether the program has given the parameter other memory."""
-        with without_waiting():
-            return bool(self.param.untyped_storage()._cdata != self.storage)
-
-    def check(self) -> None:
-        """Raises ValueError if the program has given the parameter what no weight can be."""
-        with without_waiting():
-            found, expected = self.param, self.view
-            if (found.dtype, found.shape) != (expected.dtype, expected.shape):
-                raise ValueError(
-                    f"a parameter is `{found.dtype}` of `{tuple(found.shape)}`, expected "
-                    f"`{expected.dtype}` of `{tuple(expected.shape)}`, as it was. hint: make a new "
-                    "optimizer and load this one's state_dict()"
-                )
-
-    @property
-    def is_in_graph(self) -> bool:
-        """Whether a node of autograd's graph is left that was made of its use."""
-        return self.graph is not None and self.graph() is not None
-
-    @property
-    def is_held(self) -> bool:
-        """Whether other tensors are on its storage, which is the parameter's."""
-        _, count, _ = references(self.view)
-        return count > COUNT_ALONE + 1
-
-    @property
-    def is_written(self) -> bool:
-        """Whether the program has written it since it was brought. The thread waits."""
-        if self.is_replaced or not self.state:
-            return self.is_replaced
-        there = self.source.data.to(self.view.device)
-        return not torch.equal(_bytes_of(there), _bytes_of(self.view))
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
-
-
-class _Graph:
-    """Goes with a node of autograd's graph, which has no weak references."""
-
-
 class _Away:
     """What a use of a weight that is away asks: it is brought.
 
@@ -232,7 +120,7 @@ class _Away:
         if (owner := self._owner()) is not None:
             owner.note_result(tensors, result)
 
-    def take(self, weight: _HostWeight) -> None:
+    def take(self, weight: HostWeight) -> None:
         """The host gets what the program has written to a weight that is about to leave."""
         if (owner := self._owner()) is not None:
             owner.take([weight])
@@ -264,11 +152,11 @@ class HostWeights:
         self._owner = weakref.ref(owner)
         self._lock, self._reread = lock, reread
         # By the parameter's id, which the weight holds.
-        self._weights: dict[int, _HostWeight] = {}
+        self._weights: dict[int, HostWeight] = {}
         # What modules use of others without calling them, by the module's id.
-        self._used_within: dict[int, dict[_HostWeight, None]] = {}
+        self._used_within: dict[int, dict[HostWeight, None]] = {}
         # In the order of their first use.
-        self._borrowed: dict[_HostWeight, None] = {}
+        self._borrowed: dict[HostWeight, None] = {}
         self._model: weakref.ref[torch.nn.Module] | None = None
         self._has_let_go = False
         # Whether `end_step` finds a step that has begun.
@@ -310,7 +198,7 @@ class HostWeights:
             elif references(param)[1] > COUNT_ALONE or not param.is_contiguous():
                 # What others hold of its memory stays theirs.
                 param.data = torch.empty_like(param, memory_format=torch.contiguous_format)
-            weight = _HostWeight(param, source, len(self._weights), self._away)
+            weight = HostWeight(param, source, len(self._weights), self._away)
             self._weights[id(param)] = weight
             _OWNERS[id(param)] = self
             forget_when_gone(param)
@@ -406,7 +294,7 @@ class HostWeights:
             place.copy_(param.detach())
             self.place(param, place)
 
-    def _weights_of(self, module: torch.nn.Module) -> Sequence[_HostWeight]:
+    def _weights_of(self, module: torch.nn.Module) -> Sequence[HostWeight]:
         params: Any = module._parameters.values()
         if module in self._compiled:
             params = module.parameters()
@@ -489,22 +377,22 @@ class HostWeights:
         nodes: list[Any] = [each.grad_fn for each in results if isinstance(each, torch.Tensor)]
         for node in nodes:
             if node is not None:
-                graph = node.metadata[_Graph] = _Graph()
+                graph = node.metadata[Graph] = Graph()
                 for param in params:
                     self._weights[id(param)].graph = weakref.ref(graph)
 
-    def _return(self, weights: Sequence[_HostWeight]) -> None:
+    def _return(self, weights: Sequence[HostWeight]) -> None:
         """Weights that were brought leave, and what the program has written goes to the host."""
         if weights:
             self.take(weights)
             self._give_back(weights)
 
-    def _give_back(self, weights: Sequence[_HostWeight]) -> None:
+    def _give_back(self, weights: Sequence[HostWeight]) -> None:
         self._fetcher.give_back(weights, self)
         for weight in weights:
             self._borrowed.pop(weight, None)
 
-    def take(self, weights: Iterable[_HostWeight]) -> None:
+    def take(self, weights: Iterable[HostWeight]) -> None:
         """Copies to the host what the program has written.
 
         Raises:
