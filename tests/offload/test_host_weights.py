@@ -12,6 +12,7 @@ import pytest
 import stepwell
 import torch
 from host_weight_cases import (
+    Listing,
     Net,
     Recursive,
     Routed,
@@ -152,10 +153,20 @@ def with_losses_of_layers(net, step):
     return loss_of(net, step) + sum(layer.loss for layer in net.layers)
 
 
+def with_lists_of_losses(net, step):
+    loss = loss_of(net, step)
+    for layer in net.layers:
+        loss = loss + layer.losses.pop()
+    return loss
+
+
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_loss_that_a_layer_leaves_as_an_attribute_goes_back(device):
-    options = {"loss": with_losses_of_layers, "dtype": torch.float32}
-    assert_trains_alike(device, make=lambda: Net([Routed(), Routed()]), **options)
+@pytest.mark.parametrize(
+    ("layer", "loss"), [(Routed, with_losses_of_layers), (Listing, with_lists_of_losses)]
+)
+def test_a_loss_that_a_layer_leaves_as_an_attribute_goes_back(device, layer, loss):
+    options = {"loss": loss, "dtype": torch.float32}
+    assert_trains_alike(device, make=lambda: Net([layer(), layer()]), **options)
 
 
 def test_a_graph_keeps_what_is_used_outside_of_modules(monkeypatch):

@@ -11,9 +11,9 @@ graph, which would cost more than a small module's launch. It has hooks on nodes
   gets one node, a view; with `sees_passes` none, which would change the order of sums: its module
   ends with the backward.
 - Where nothing in what a module returns is seen to be a tensor, its weights stay until then.
-- A tensor that a forward leaves as an attribute of its module (a loss of a router) is as an output.
-  What it hands out in another way is not seen: where the backward begins with that, and reads a
-  weight, there is no memory.
+- A tensor that a forward leaves as an attribute of its module, or at the end of a list that is one
+  (losses of routers), is as an output. What it hands out in another way is not seen: where the
+  backward begins with that, and reads a weight, there is no memory.
 
 A module without parameters costs 1 microsecond in its forward and nothing in its backward.
 """
@@ -260,10 +260,13 @@ class _Backward:
     def begin_at_attributes(self) -> None:
         """Has it begin when that of a tensor does which the forward has left in its module."""
         for value in vars(self._module).values():
-            node = value.grad_fn if type(value) is torch.Tensor else None
-            # Not what was there before, which would get a hook in each forward.
-            if node is not None and node._sequence_nr() >= self._begun:
-                self.begin_at(value)
+            # Of a list the last ones are new.
+            for each in reversed(value) if type(value) is list else (value,):
+                node = each.grad_fn if type(each) is torch.Tensor else None
+                # Not what was there before, which would get a hook in each forward.
+                if node is None or node._sequence_nr() < self._begun:
+                    break
+                self.begin_at(each)
 
     def _begin(self, _: Any) -> None:
         calls, module = self._calls, self._module
