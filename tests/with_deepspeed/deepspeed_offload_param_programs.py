@@ -213,6 +213,25 @@ def saved_16_bits(folder):
     return found
 
 
+def awaited():
+    """Which persistent weights are under way as each layer begins its forward behind a step."""
+    from stepwell.access.writes import is_under_way
+
+    engine = initialize(perceptron(), offloaded(persistent=100000))
+    train(engine, vectors(2), squared)
+    layers = {name: engine.module[int(name)] for name in ("0", "2")}
+    found = {}
+
+    def note(name):
+        found[name] = [key for key, layer in layers.items() if is_under_way(layer.weight)]
+
+    for name, layer in layers.items():
+        layer.register_forward_pre_hook(lambda *_, name=name: note(name))
+    squared(engine, *vectors(1))
+    engine.destroy()
+    return found
+
+
 def program_offload_param(result, folder):
     """All that one rank does."""
     import stepwell.deepspeed
@@ -221,4 +240,5 @@ def program_offload_param(result, folder):
     paths(result.setdefault("paths", {}))
     memory(result)
     result["touched"] = touched()
+    result["awaited"] = awaited()
     result["16 bits"] = saved_16_bits(folder)

@@ -110,6 +110,10 @@ def test_weights_and_their_state_are_touched_and_no_bucket_is(runs):
     assert max(runs["touched"]) == 2 * group
 
 
+def test_a_layer_waits_for_its_own_persistent_weights(runs):
+    assert runs["awaited"] == {"0": ["2"], "2": []}
+
+
 def test_16_bit_weights_are_gathered(runs):
     saved, weights = runs["16 bits"]
     assert list(saved) == ["0.weight", "0.bias", "2.weight", "2.bias"]

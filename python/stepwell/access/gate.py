@@ -308,7 +308,7 @@ class Gate:
         """Which module waits for which parameters.
 
         For each owner of parameters: on every way up from it, the nearest module that was called,
-        or one further up that has `wait_bytes_max` beneath it at most.
+        or one further up that has less than `wait_bytes_max` beneath it.
         """
         waits: dict[int, list[torch.Tensor]] = {}
         for owner, params in self._owned.items():
@@ -328,7 +328,7 @@ class Gate:
         found = key
         while len(above := self._parents.get(key, [])) == 1:
             key = above[0]
-            if self._nbytes_beneath(key) > self._wait_bytes_max:
+            if self._nbytes_beneath(key) >= self._wait_bytes_max:
                 break
             if key in self._called:
                 found = key
