@@ -7,7 +7,7 @@ what the host takes to launch this is per slot, not per gradient. On the CPU a g
 place.
 
 Memory: three slots of 64 MiB on the GPU. Gradients are bounded there as well: those whose copies
-are under way by `_UNDER_WAY_BYTES_MAX`, those that wait by `_BATCHES_MAX` slots. Cost: a byte of
+are under way by `_UNDER_WAY_BYTES_MAX`, those that wait by `_BATCHES_MAX` slots. Cost: a byte of a
 gradient crosses the bus once each way, and the host's memory twice. The first of a sum only goes
 down.
 """
@@ -32,7 +32,9 @@ __all__ = ["Adder", "Operation", "add", "add_to_zero", "assign"]
 
 _SLOTS = 3
 _SLOT_BYTES = 64 << 20
-_UNDER_WAY_BYTES_MAX = 192 << 20
+# Two layers of 8 B parameters: with less the thread that launches waits for each layer's gradients
+# before it launches the next one, and the device for it.
+_UNDER_WAY_BYTES_MAX = 1 << 30
 # Of these each waits for its neighbours. One for each group under ZeRO, one for all without it.
 _BATCHES_MAX = 3
 
