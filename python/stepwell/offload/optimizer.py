@@ -131,9 +131,9 @@ class OffloadAdamW(AdamW):
             `parameter.grad`, which crosses the bus once. "host": in host memory; in every backward
             the sums come up and go down again, and the gradients are freed on the device. The sums
             are the same.
-            "host" works in one process (neither DDP nor DTensor) and without a GradScaler, and
-            only `clip_norm` clips: in place of a gradient that was moved, `parameter.grad` reads as
-            NaN and refuses to be scaled.
+            "host" works in one process (neither DDP nor DTensor), and only `clip_norm` clips: in
+            place of a gradient that was moved, `parameter.grad` reads as NaN and refuses to be
+            scaled. So a GradScaler works without `unscale_()`.
         accumulation_steps: after how many backwards `step()` is called. If given, gradients come to
             the host during the last of them; if not, in `step()`, unless `no_sync()` is used. The
             result is the same. Only for parameters of one process, and FSDP2's from the second step
@@ -712,11 +712,6 @@ class OffloadAdamW(AdamW):
     def _begin_step(self) -> bool:
         """Decides on the step and has it begin; whether there is one."""
         begin = time.perf_counter()
-        if self._host.sums_on_host and getattr(self, "found_inf", None) is not None:
-            raise ValueError(
-                "GradScaler cannot see gradients that are summed in host memory. "
-                "hint: accumulate='device' and weights='device', or bfloat16 without a scaler"
-            )
         if self._host.weights is not None:
             self._host.weights.begin_step()
         found_inf = self._scaler_found_inf()
