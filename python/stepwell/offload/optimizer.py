@@ -100,7 +100,8 @@ class OffloadAdamW(AdamW):
 
     Host memory beside the parameters, in bytes each: for bfloat16 parameters 14 with fp32 moments,
     8.1 with q8; for float32 parameters 16 and 10.1. It is announced in the log of `stepwell` before
-    it is taken.
+    it is taken. Shards that FSDP2 keeps in host memory (`CPUOffloadPolicy`) are stepped where they
+    are, and their gradients are read where they are: 10 and 4.1 bytes, for float32 8 and 2.1.
 
     Args:
         params: the model, whose parameters are on one accelerator; or some of them, (name,
@@ -369,6 +370,7 @@ class OffloadAdamW(AdamW):
 
     def _admit_new(self, new: list[torch.Tensor]) -> None:
         labels = dict(self._labelled())
+        self._host.choose(new, None if self._model is None else self._model())
         self._host.check(new, labels)
         residents = self._residents.choose(new, labels)
         try:
@@ -784,7 +786,7 @@ class OffloadAdamW(AdamW):
 
     def _norm_and_written(self, looked: Looked) -> tuple[float, list[torch.Tensor]]:
         """The norm of the gradients, and the parameters whose weights the program has written."""
-        if not len(self._twins) or self._host.weights is not None:
+        if not len(self._twins) or not self._host.has_uploads:
             return self._norm(looked, None)[0], []
         # Another optimizer may have these weights under way.
         wait_for(self._twins)
