@@ -18,7 +18,8 @@ from fsdp_late_programs import LOCAL, MIXED, TOGETHER, deep, nothing
 from insides import background_of, forwards_wait, make_late, twins_of
 from optim_cases import bits
 from stepwell._sharding import local
-from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 STEPS = 4
@@ -337,3 +338,42 @@ def parameters_without_their_model():
     assert seen == Run(deep).train().seen
     assert all(type(param) is DTensor for param in net.parameters())
     assert insides.gate_of(optimizer) is None
+
+
+# ---- where the ranks have GPUs, on these ----
+
+
+def on_devices():
+    """One group without gloo on GPUs, pinned shards, and copies of them that are under way."""
+    device = torch.get_default_device().type
+    backend = "nccl" if device == "cuda" else "gloo"
+    mesh = DeviceMesh.from_group(dist.new_group(backend=backend), device)
+    found = []
+    for is_offloaded in (True, False):
+        torch.manual_seed(0)
+        with torch.device("cpu"):
+            # The same numbers on all devices.
+            layers = [torch.nn.Linear(512, 512) for _ in range(6)]
+            net = torch.nn.Sequential(*layers).bfloat16()
+            inputs = torch.randn(6, 2, 64, 512).bfloat16()
+        net.to(device)
+        policy = CPUOffloadPolicy(pin_memory=device == "cuda")
+        options = {"offload_policy": policy} if is_offloaded else {}
+        for layer in net:
+            fully_shard(layer, mesh=mesh, **options)
+        fully_shard(net, mesh=mesh, **options)
+        # Devices round norms differently.
+        optimizer = stepwell.OffloadAdamW(net, lr=1e-2, clip_norm=1e6)
+        norms = []
+        for x in inputs.to(device):
+            net(x[0] + dist.get_rank()).square().mean().backward()
+            with torch.no_grad():
+                net(x[1])
+            optimizer.step()
+            optimizer.zero_grad()
+            norms.append(optimizer.grad_norm)
+        assert is_in_place(optimizer) == is_offloaded
+        assert forwards_wait(optimizer)
+        found.append((norms, [bits(local(param.detach()).cpu()) for param in net.parameters()]))
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-5)
+    assert all(map(torch.equal, found[0][1], found[1][1]))

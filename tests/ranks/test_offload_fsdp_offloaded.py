@@ -2,6 +2,7 @@
 
 import fsdp_offload_programs as programs
 import pytest
+import torch
 from optim_ranks import Ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
@@ -30,6 +31,7 @@ def ranks(request, tmp_path_factory):
         programs.gradients_that_are_not_finite,
         programs.what_does_not_go_with_it_is_refused,
         programs.parameters_without_their_model,
+        programs.on_devices,
     ],
     ids=lambda program: program.__name__,
 )
@@ -39,3 +41,12 @@ def test_shards_in_host_memory(ranks, program):
 
 def test_deferred_and_on_volumes(ranks, tmp_path):
     ranks.run(programs.deferred_and_on_volumes, tmp_path)
+
+
+@pytest.mark.gpu
+def test_gpus(tmp_path):
+    ranks = Ranks(min(torch.cuda.device_count(), 2), tmp_path, "cuda")
+    try:
+        ranks.run(programs.on_devices)
+    finally:
+        ranks.stop()
