@@ -6,12 +6,15 @@ All ranks are on this host, each on a GPU of its own if there are GPUs, with sam
 
 - `ddp`: DistributedDataParallel and OffloadAdamW, which steps everything on every rank.
 - `fsdp2`: fully_shard and OffloadAdamW, whose gradients cross the bus during the backward.
+- `fsdp2 cpu_offload`: the same with CPUOffloadPolicy, so that the shards are in host memory;
+  `torch fsdp2 cpu_offload`: torch's fused AdamW there, over fp32 shards that FSDP2 casts to bf16.
 - `deepspeed, stage=2`, `deepspeed, stage=3`: ZeRO with CPU offload of the optimizer;
   `deepspeed on stepwell` likewise, with Stepwell registered. ZeRO-2 has `round_robin_gradients`.
 - `deepspeed, stage=2, all on the devices`, likewise of stage 3: without offload.
 
-Each time is held against L + bytes / R, as by `stepwell bench offload`. L is that of DDP, of FSDP2
-(also for ZeRO-3), and for ZeRO-2 that of the case that has all on the devices.
+Each time but torch's is held against L + bytes / R, as by `stepwell bench offload`. L is that of
+DDP, of FSDP2 (also for ZeRO-3; another with CPUOffloadPolicy), and for ZeRO-2 that of the case that
+has all on the devices.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ if TYPE_CHECKING:
 
 def _is_cut(name: str) -> bool:
     """Whether no rank has all weights between the steps."""
-    return name == "fsdp2" or "stage=3" in name
+    return "fsdp2" in name or "stage=3" in name
 
 
 def _reduction(name: str) -> str:
@@ -50,6 +53,8 @@ def _reduction(name: str) -> str:
     """
     if name == "deepspeed, stage=3, all on the devices":
         return "zero-3"
+    if "cpu_offload" in name:
+        return name
     if _is_cut(name):
         return "fsdp2"
     return "zero-2" if "stage=2" in name else "ddp"
@@ -106,6 +111,8 @@ def measure_ranks(
         name = result["name"]
         result["received_bytes_per_param"] = _received_bytes_per_param(name, num_ranks)
         own = name.split(",")[0] if name.startswith("deepspeed") else "stepwell"
+        if name.startswith("torch"):
+            continue
         moved, before = bytes_per_param[own], alone.get(_reduction(name))
         if moved is not None and before:
             # All that the ranks of this host move together.

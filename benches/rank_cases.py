@@ -11,17 +11,21 @@ import os
 import sys
 import time
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from stepwell.cli import _offload_cases as alone
 from stepwell.cli._offload_cases import Run, Workload
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 __all__ = ["CASES", "MODELS", "prepare"]
 
 CASES = (
-    *("ddp", "fsdp2"),
+    *("ddp", "fsdp2", "fsdp2 cpu_offload", "torch fsdp2 cpu_offload"),
     *("deepspeed, stage=2, all on the devices", "deepspeed, stage=2"),
     "deepspeed on stepwell, stage=2",
     *("deepspeed, stage=3, all on the devices", "deepspeed, stage=3"),
@@ -36,15 +40,26 @@ def _replicated(model: torch.nn.Module) -> torch.nn.Module:
     return DistributedDataParallel(model, gradient_as_bucket_view=True)
 
 
-def _sharded(model: torch.nn.Module) -> torch.nn.Module:
+def _sharded(
+    model: torch.nn.Module, *, is_offloaded: bool = False, is_mixed: bool = False
+) -> torch.nn.Module:
+    """`is_mixed`: shards are fp32, and what FSDP2 computes with is bfloat16."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
     device = next(model.parameters()).device
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    options: dict[str, Any] = {
+        "mesh": init_device_mesh(device.type, (dist.get_world_size(),)),
+    }
+    if is_offloaded:
+        # Pinned memory needs a GPU.
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+    if is_mixed:
+        model = model.float()
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     for layer in model.model.layers:  # type: ignore[union-attr]
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+        fully_shard(layer, **options)
+    fully_shard(model, **options)
     return model
 
 
@@ -59,13 +74,20 @@ _STAGES: dict[int, dict[str, object]] = {
 }
 
 
-MODELS = {"ddp": _replicated, "fsdp2": _sharded}
-"""What a case of OffloadAdamW makes of the model first. That is timed alone as well."""
+MODELS: dict[str, Callable[[torch.nn.Module], torch.nn.Module]] = {
+    "ddp": _replicated,
+    "fsdp2": _sharded,
+    "fsdp2 cpu_offload": partial(_sharded, is_offloaded=True),
+    "torch fsdp2 cpu_offload": partial(_sharded, is_offloaded=True, is_mixed=True),
+}
+"""What a case of plain PyTorch makes of the model first. That is timed alone as well."""
 
 
 def prepare(name: str, workload: Workload, model: torch.nn.Module) -> Run:
     """The run of a case on this rank; `name`: one of `CASES`."""
-    if name == "fsdp2":
+    if name == "torch fsdp2 cpu_offload":
+        return alone.torch_run(workload, model)
+    if name.startswith("fsdp2"):
         # Every backward reduces its gradients.
         return alone.stepwell_run(workload, model, accumulation_steps=workload.accumulation)
     if name == "ddp":

@@ -136,9 +136,11 @@ def test_the_readme_s_picture_is_drawn_by_one_command(tmp_path):
 def test_offload_on_two_ranks(tmp_path):
     pytest.importorskip("transformers")
     size = ("--size", "tiny", "--sequence-length", "16", "--steps", "3", "--warm-up", "1")
+    names = ("fsdp2", "fsdp2 cpu_offload", "torch fsdp2 cpu_offload")
+    cases = [word for name in names for word in ("--case", name)]
     ended = bench(
         "offload_ranks",
-        *("--ranks", "2", "--case", "fsdp2", *size),
+        *("--ranks", "2", *cases, *size),
         *("--out", tmp_path),
         cwd=tmp_path,
         CUDA_VISIBLE_DEVICES="",
@@ -147,8 +149,13 @@ def test_offload_on_two_ranks(tmp_path):
     assert ended.returncode == 0, ended.stderr
     report = json.loads((tmp_path / "bench_offload_ranks.json").read_text())
     assert report["ranks"] == 2
-    (ours,) = report["cases"]
-    assert "failure" not in ours, ours["failure"]
+    for case in report["cases"]:
+        assert "failure" not in case, case["failure"]
+    ours, offloaded, theirs = report["cases"]
+    assert offloaded["losses"] == ours["losses"]
+    assert offloaded["norms"] == ours["norms"]
+    assert "bound_seconds" not in theirs
+    assert theirs["losses"] == pytest.approx(ours["losses"], rel=1e-2)
     assert ours["num_params"] == 4983040
     # State is stepped once on the host, whatever the number of ranks.
     assert ours["bytes_per_param"] == 26

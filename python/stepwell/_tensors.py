@@ -185,7 +185,7 @@ def check_param(param: torch.Tensor, label: str, *, on_device: bool = False) -> 
         raise ValueError(
             f"{label} is on `{piece.device}`, expected the CPU. hint: stepwell.OffloadAdamW steps "
             "parameters on an "
-            "accelerator; this one takes model.cpu(), or FSDP2's CPUOffloadPolicy"
+            "accelerator; this one takes model.cpu()"
         )
     check_memory(piece, lambda: label)
     if piece.numel() > 0 and piece.data_ptr() == 0:

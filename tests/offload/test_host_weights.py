@@ -9,7 +9,6 @@ import io
 import os
 
 import pytest
-import stepwell
 import torch
 from host_weight_cases import (
     Listing,
@@ -20,7 +19,6 @@ from host_weight_cases import (
     Unseeing,
     Writing,
     adapted,
-    assert_same,
     assert_trains_alike,
     attending,
     compiled_layers,
@@ -30,7 +28,6 @@ from host_weight_cases import (
     resident_bytes,
     returning,
     tied,
-    trained,
     words_of,
 )
 from torch.func import functional_call, grad, vmap
@@ -88,15 +85,6 @@ def test_what_a_forward_writes_counts():
 def test_options_train_as_with_weights_on_the_device(device, dtype, moments, backwards):
     # Sums that the device has have been added in the same order.
     assert_trains_alike(device, dtype=dtype, moments=moments, backwards=backwards)
-
-
-def test_state_on_a_volume_and_weights_in_host_memory(tmp_path):
-    runs = []
-    for weights in ("host", "device"):
-        (tmp_path / weights).mkdir()
-        tier = stepwell.Volume([tmp_path / weights], durability="none")
-        runs.append(trained(weights, "cpu", tier=tier, host_bytes_max=1 << 20))
-    assert_same(*runs)
 
 
 # ---- backwards that people have ----

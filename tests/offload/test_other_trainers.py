@@ -84,7 +84,7 @@ def test_fsdp2(process_group, monkeypatch):
     model, twin = net(), net()
     (program,) = programs("FSDP2")
     optimizer = run(program, model=model)["optimizer"]
-    reference = stepwell.AdamW(twin.parameters(), lr=1e-4, moments="q8")
+    reference = stepwell.OffloadAdamW(twin, lr=1e-4, clip_norm=1.0, moments="q8")
     for step in range(3):
         train(model, optimizer, 1, step)
         for mine, param in zip(model.parameters(), twin.parameters(), strict=True):

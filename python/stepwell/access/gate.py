@@ -184,7 +184,10 @@ class Gate:
         self.guard, self._uncovered = None, []
 
     def opening(
-        self, params: Iterable[torch.Tensor], exposed: Iterable[torch.Tensor] = ()
+        self,
+        params: Iterable[torch.Tensor],
+        exposed: Iterable[torch.Tensor] = (),
+        read: Mapping[torch.Tensor, torch.Tensor] | None = None,
     ) -> Protection | None:
         """What the call that begins a step does, for uses of `params` to wait from then on.
 
@@ -194,6 +197,8 @@ class Gate:
             params: what the step updates.
             exposed: those of `params` that the step itself has to wait for, in
                 `wait_for_uncovered`, whatever forwards do.
+            read: the gradients that it reads where they are, by their parameters. What would write
+                them waits, too.
         """
         # Ctrl-C may have left a forward without its end.
         self._forwards.end()
@@ -201,12 +206,15 @@ class Gate:
             return None
         params = list(params)
         self._is_entered = False
-        found = self.guard.protection(params)
+        found = self.guard.protection(params, read or {})
         found.entries.append((vars(self), {"_uncovered": self.not_covered(params, exposed)}))
         return found
 
     def exposed(
-        self, params: Iterable[torch.Tensor], held: Collection[int] = ()
+        self,
+        params: Iterable[torch.Tensor],
+        held: Collection[int] = (),
+        read: Mapping[torch.Tensor, torch.Tensor] | None = None,
     ) -> list[torch.Tensor]:
         """Those of `params` whose memory can be reached without a use that the guard sees.
 
@@ -215,9 +223,11 @@ class Gate:
         Args:
             params: what is about to be stepped.
             held: as `guard.exposed` has it.
+            read: as `opening` has it. Their memory counts as that of their parameters.
         """
         assert self.guard is not None
-        return self.guard.exposed(params, self._params, held)
+        found = self.guard.exposed(params, self._params, held)
+        return found + self.guard.exposed_reads(read or {})
 
     def not_covered(
         self, params: Iterable[torch.Tensor], exposed: Iterable[torch.Tensor] = ()

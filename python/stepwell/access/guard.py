@@ -29,7 +29,7 @@ from stepwell.access.descriptive import set_grad, without_waiting
 from stepwell.access.writes import Writes, is_compiling, is_under_way
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from stepwell.access.writes import Protection
 
@@ -49,6 +49,9 @@ class Uploads(abc.ABC):
 
     def confirm(self) -> None:  # noqa: B027
         """Waits until it is known of all weights whether they are those of the step."""
+
+    def note_waited(self) -> None:  # noqa: B027
+        """All weights were waited for."""
 
     def settle(self) -> None:  # noqa: B027
         """Has updates applied that are deferred."""
@@ -101,18 +104,29 @@ class WeightGuard:
         """As `Writes` has it."""
         return self._writes.num_steps
 
-    def protection(self, params: Iterable[torch.Tensor]) -> Protection:
+    def protection(
+        self,
+        params: Iterable[torch.Tensor],
+        read: Mapping[torch.Tensor, torch.Tensor] | None = None,
+    ) -> Protection:
         """What the call that begins a step does, for uses of `params` to wait from then on.
 
         Parameters that are not exactly a `torch.nn.Parameter` are left out, see `exposed`.
+        `read`: the gradients that the step reads where they are, by their parameters.
         """
         params = list(params)
         own = [param for param in params if type(param) is Parameter]
-        return self._writes.protection(own, self.parts(params))
+        return self._writes.protection(own, self.parts(params, read or {}))
 
-    def parts(self, params: Iterable[torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
+    def parts(
+        self, params: Iterable[torch.Tensor], read: Mapping[torch.Tensor, torch.Tensor]
+    ) -> dict[torch.Tensor, torch.Tensor]:
         """The tensors beside plain parameters whose uses wait, with the parameters they are of."""
         return {}
+
+    def exposed_reads(self, read: Mapping[torch.Tensor, torch.Tensor]) -> list[torch.Tensor]:
+        """The parameters of those gradients whose memory can be reached past this guard."""
+        return list(read)
 
     def exposed(
         self,

@@ -23,14 +23,32 @@ from typing import TYPE_CHECKING, Any
 import torch
 from typing_extensions import override
 
-from stepwell._sharding import is_dtensor, is_exactly_dtensor
+from stepwell._sharding import is_dtensor, is_exactly_dtensor, piece_of
 from stepwell.access.guard import Forwards, Uploads, WeightGuard, exposed
 from stepwell.access.writes import ThreadWait
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
-__all__ = ["ShardGuard"]
+__all__ = ["ShardGuard", "are_offloaded"]
+
+
+def are_offloaded(params: Iterable[torch.Tensor], model: torch.nn.Module | None) -> bool:
+    """Whether all of `params` are shards that FSDP2 keeps in host memory (`CPUOffloadPolicy`).
+
+    Args:
+        params: those.
+        model: what they are of; None: not known, and where the mesh is tells.
+    """
+    modules = () if model is None else model.modules()
+    of_fsdp = [each for each in _fsdp_params(modules) if getattr(each, "offload_to_cpu", False)]
+    ids = {id(each.sharded_param) for each in of_fsdp}
+    return all(
+        is_dtensor(param)
+        and piece_of(param).is_cpu
+        and (id(param) in ids or param.device_mesh.device_type != "cpu")
+        for param in params
+    )
 
 
 class ShardGuard(WeightGuard):
@@ -99,13 +117,32 @@ class ShardGuard(WeightGuard):
         return found if is_plain and is_one and is_exactly_dtensor(shard) else []
 
     @override
-    def parts(self, params: Iterable[torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
+    def exposed_reads(self, read: Mapping[torch.Tensor, torch.Tensor]) -> list[torch.Tensor]:
+        # Those of one group are on one memory.
+        pieces = {piece_of(grad): shard for shard, grad in read.items() if _is_plain(grad)}
+        found = [shard for shard, grad in read.items() if not _is_plain(grad)]
+        known = [*pieces, *_bases(pieces)]
+        return found + [pieces[piece] for piece in exposed(pieces, known, torch.Tensor)]
+
+    @override
+    def parts(
+        self, params: Iterable[torch.Tensor], read: Mapping[torch.Tensor, torch.Tensor]
+    ) -> dict[torch.Tensor, torch.Tensor]:
         # Of each shard other tensors have the memory, whose classes change too.
         parts: dict[torch.Tensor, torch.Tensor] = {}
         for shard in [param for param in params if param in self._shards]:
             if memories := self._memories(shard):
                 parts.update(dict.fromkeys([shard, *memories], shard))
+        for shard, grad in read.items():
+            if _is_plain(grad):
+                parts.update(dict.fromkeys([grad, piece_of(grad)], shard))
         return parts
+
+    @override
+    def enter(self, params: Iterable[torch.Tensor]) -> None:
+        super().enter(params)
+        if not self.any_under_way:
+            self.uploads.note_waited()
 
     @override
     def wait(self, params: Sequence[torch.Tensor]) -> None:
@@ -143,6 +180,10 @@ def _fsdp_params(modules: Iterable[torch.nn.Module]) -> list[Any]:
             each for group in groups for each in group.fsdp_params if hasattr(each, "sharded_param")
         ]
     return found
+
+
+def _is_plain(grad: torch.Tensor) -> bool:
+    return is_exactly_dtensor(grad) and type(piece_of(grad)) is torch.Tensor
 
 
 def _bases(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:

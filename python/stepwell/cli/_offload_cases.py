@@ -44,6 +44,7 @@ __all__ = [
     "prepare",
     "stepwell_run",
     "sync",
+    "torch_run",
     "train",
 ]
 
@@ -213,6 +214,22 @@ def _stepwell(case: Case, workload: Workload, model: torch.nn.Module) -> Run:
     if "untold" not in given:
         options["accumulation_steps"] = workload.accumulation
     return stepwell_run(workload, model, gives_model="no model" not in given, **options)
+
+
+def torch_run(workload: Workload, model: torch.nn.Module) -> Run:
+    """A run of torch's fused AdamW over the model's own parameters, wherever they are."""
+    params = list(model.parameters())
+    optimizer = torch.optim.AdamW(
+        params, lr=_LR, betas=_BETAS, eps=_EPS, weight_decay=_WEIGHT_DECAY, fused=True
+    )
+
+    def step() -> float:
+        norm: Any = torch.nn.utils.clip_grad_norm_(params, workload.clip_norm, foreach=True)
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+
+    return Run(_loss_of(model), _backward_of(workload), step)
 
 
 def stepwell_run(

@@ -100,7 +100,8 @@ class OffloadAdamW(AdamW):
 
     Host memory beside the parameters, in bytes each: for bfloat16 parameters 14 with fp32 moments,
     8.1 with q8; for float32 parameters 16 and 10.1. It is announced in the log of `stepwell` before
-    it is taken.
+    it is taken. Shards that FSDP2 keeps in host memory (`CPUOffloadPolicy`) are stepped where they
+    are, and their gradients are read where they are: 10 and 4.1 bytes, for float32 8 and 2.1.
 
     Args:
         params: the model, whose parameters are on one accelerator; or some of them, (name,
@@ -131,9 +132,9 @@ class OffloadAdamW(AdamW):
             `parameter.grad`, which crosses the bus once. "host": in host memory; in every backward
             the sums come up and go down again, and the gradients are freed on the device. The sums
             are the same.
-            "host" works in one process (neither DDP nor DTensor) and without a GradScaler, and
-            only `clip_norm` clips: in place of a gradient that was moved, `parameter.grad` reads as
-            NaN and refuses to be scaled.
+            "host" works in one process (neither DDP nor DTensor), and only `clip_norm` clips: in
+            place of a gradient that was moved, `parameter.grad` reads as NaN and refuses to be
+            scaled. So a GradScaler works without `unscale_()`.
         accumulation_steps: after how many backwards `step()` is called. If given, gradients come to
             the host during the last of them; if not, in `step()`, unless `no_sync()` is used. The
             result is the same. Only for parameters of one process, and FSDP2's from the second step
@@ -369,6 +370,7 @@ class OffloadAdamW(AdamW):
 
     def _admit_new(self, new: list[torch.Tensor]) -> None:
         labels = dict(self._labelled())
+        self._host.choose(new, None if self._model is None else self._model())
         self._host.check(new, labels)
         residents = self._residents.choose(new, labels)
         try:
@@ -712,11 +714,6 @@ class OffloadAdamW(AdamW):
     def _begin_step(self) -> bool:
         """Decides on the step and has it begin; whether there is one."""
         begin = time.perf_counter()
-        if self._host.sums_on_host and getattr(self, "found_inf", None) is not None:
-            raise ValueError(
-                "GradScaler cannot see gradients that are summed in host memory. "
-                "hint: accumulate='device' and weights='device', or bfloat16 without a scaler"
-            )
         if self._host.weights is not None:
             self._host.weights.begin_step()
         found_inf = self._scaler_found_inf()
@@ -789,7 +786,7 @@ class OffloadAdamW(AdamW):
 
     def _norm_and_written(self, looked: Looked) -> tuple[float, list[torch.Tensor]]:
         """The norm of the gradients, and the parameters whose weights the program has written."""
-        if not len(self._twins) or self._host.weights is not None:
+        if not len(self._twins) or not self._host.has_uploads:
             return self._norm(looked, None)[0], []
         # Another optimizer may have these weights under way.
         wait_for(self._twins)

@@ -75,7 +75,7 @@ def _check_host_weights(
         if value is not None:
             raise ValueError(
                 f"`weights` is `host` and `{name}` is `{value}`, expected it to be left out. "
-                "hint: weights='device' where the weights fit"
+                "hint: weights='device' where the weights fit; larger micro-batches hide steps"
             )
     try:
         torch.empty(0, device="cpu" if device is None else device)

@@ -21,7 +21,7 @@ from stepwell.store.deferred_steps import COMPILED
 from stepwell.store.engine import Engine
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     import torch
@@ -107,7 +107,7 @@ class Background:
             params,
             Extents.of(params),
             twins=twins,
-            weights_are_away=self._host.weights is not None,
+            has_uploads=self._host.has_uploads,
             threads=self._threads,
             threads_share=self._host.hosted_share,
             deferred=deferred,
@@ -222,17 +222,19 @@ class Background:
         finally:
             self._lock.release()
 
-    def exposed(self, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def exposed(
+        self, params: Sequence[torch.Tensor], read: Mapping[torch.Tensor, torch.Tensor]
+    ) -> list[torch.Tensor]:
         """Those of `params` whose weights can be reached without a use that the gate sees.
 
-        There is a gate.
+        There is a gate. `read`: as `Gate.exposed` has it.
         """
         assert self.engine is not None and self.gate is not None
-        found = self.gate.exposed(params, self.engine.held)
+        found = self.gate.exposed(params, self.engine.held, read)
         if found:
             # The engine holds the weights of the last step until its uploads have ended.
             self.engine.synchronize()
-            found = self.gate.exposed(params, self.engine.held)
+            found = self.gate.exposed(params, self.engine.held, read)
         return found
 
     # ---- once a step was submitted, or was not ----

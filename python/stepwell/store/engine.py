@@ -96,7 +96,8 @@ class Engine(Uploads):
         windows: of each parameter those that it waits for; None: the spans are the parameters.
         twins: the host sides of parameters, which programs may write on the device; None: the
             caller has the memory, and what is written there is not looked for.
-        weights_are_away: whether weights are in host memory, so that none is looked for.
+        has_uploads: whether new weights go to the device. What is written where none does is not
+            looked for.
         threads: workers that step; None: as `OffloadEngine` has it.
         threads_share: which share of these step where updates are deferred. A part of a model takes
             as long with that part of them as the whole with all, and leaves cores.
@@ -117,7 +118,7 @@ class Engine(Uploads):
         *,
         windows: Mapping[torch.Tensor, Sequence[Window]] | None = None,
         twins: Twins | None = None,
-        weights_are_away: bool = False,
+        has_uploads: bool = True,
         threads: int | None = None,
         threads_share: float = 1.0,
         deferred: Deferred | None = None,
@@ -163,7 +164,7 @@ class Engine(Uploads):
         self._buffers = [] if twins is None else twins.buffers
         self.contents: Contents | None = None
         """Which weights the program has written; None: that is not looked for."""
-        if twins is not None and not weights_are_away:
+        if twins is not None and has_uploads:
             self.contents = Contents(
                 self._core,
                 self.store,
@@ -529,6 +530,11 @@ class Engine(Uploads):
             for stream in streams:
                 self._core.wait(span, first, end, stream=stream)
         self.seconds_waited += time.perf_counter() - begin
+
+    def note_waited(self) -> None:
+        """The gradients of the step are freed that are read where they are."""
+        if self._twins is not None and self._twins.are_params:
+            self.finish()
 
     def finish(self) -> None:
         """The step is complete on the host, and both streams wait for all weights.

@@ -29,7 +29,7 @@ from stepwell.store.marker import GradMarker
 from stepwell.store.norm import float32_norms
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
     from stepwell.store.background import Background
@@ -196,7 +196,7 @@ class HostCollector:
         self._norms[param] = self._added(operation, self._twins.grad(param).view(-1), grad)
         self._nbytes += grad.nbytes
         self._note_taken(param)
-        self._markers[param] = GradMarker.of(grad)
+        self._markers[param] = GradMarker.of(grad, self._norms_when_asked(param))
         param.grad = self._markers[param]
         self._expecting.discard(param)
 
@@ -211,6 +211,18 @@ class HostCollector:
         norms: list[torch.Tensor] = []
         self._adder.run(operation, sums, grad.view(-1), norms)
         return norms
+
+    def _norms_when_asked(self, param: torch.Tensor) -> Callable[[], list[torch.Tensor]]:
+        """What gives the norms of the sum's pieces, in the order of the current stream."""
+        collector, norms = weakref.ref(self), self._norms[param]
+
+        def ordered() -> list[torch.Tensor]:
+            alive = collector()
+            if alive is not None and alive._device.type == "cuda":
+                alive._adder.norms_to(torch.cuda.current_stream(alive._device))
+            return norms
+
+        return ordered
 
     def _note_taken(self, param: torch.Tensor) -> None:
         grad, before = param.grad, self._taken.get(param)

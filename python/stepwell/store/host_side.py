@@ -20,6 +20,7 @@ from stepwell import _core, _state
 from stepwell._budget import GIB, announce, share_of_free_bytes
 from stepwell._sharding import is_dtensor, local
 from stepwell._tensors import Written, check_param
+from stepwell.access.shard_guard import are_offloaded
 from stepwell.store.deferred import DeferralBytes, Extents, memory_of
 from stepwell.store.host_weights import check_place
 from stepwell.store.residents import Residents
@@ -75,6 +76,21 @@ class HostSide:
         # Where a volume has state, that is given a place when all parameters are known.
         self._is_open = swapped is None
 
+    @property
+    def has_uploads(self) -> bool:
+        """Whether new weights go to the device: not where those in host memory are fetched."""
+        return self.weights is None and not self.twins.are_params
+
+    def choose(self, params: Iterable[torch.Tensor], model: torch.nn.Module | None) -> None:
+        """Decides whether parameters are their own host sides, by the first ones that come.
+
+        Not beside a volume, which finds what a program has written by comparing, nor where updates
+        are deferred: gradients wait in memory of the engine then.
+        """
+        if not len(self.twins):
+            is_plain = self.swapped is None and self.deferred is None
+            self.twins.are_params = is_plain and are_offloaded(params, model)
+
     def awaited(self, params: Iterable[torch.Tensor]) -> AbstractContextManager[None]:
         """A context in which `params`, which are new, are admitted.
 
@@ -101,6 +117,11 @@ class HostSide:
                 raise ValueError(
                     f"{labels[param]} is on `{local(param).device}`, others on `{device}`, "
                     "expected one device. hint: an optimizer for each device"
+                )
+            if self.twins.are_params and not is_dtensor(param):
+                raise ValueError(
+                    f"{labels[param]} is no DTensor, others are shards that FSDP2 keeps in host "
+                    "memory, expected the same of all. hint: an optimizer of its own"
                 )
             if self.sums_on_host and is_dtensor(param):
                 raise ValueError(

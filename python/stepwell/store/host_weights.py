@@ -80,7 +80,7 @@ def check_place(param: torch.Tensor, owner: HostWeights | None) -> None:
     if owner is not None and not (type(param) is Parameter or is_under_way(param)):
         raise ValueError(
             f"a parameter is a `{type(param).__name__}` and `weights` is `host`, expected "
-            "torch.nn.Parameter. hint: weights='device'"
+            "torch.nn.Parameter. hint: weights='device'; FSDP2's CPUOffloadPolicy for its shards"
         )
 
 

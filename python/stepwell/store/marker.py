@@ -5,6 +5,7 @@
   `.data`) sets `is_zeroed`. The holder of the gradient (`host_collector`) zeroes the sum then.
 - It may be moved to another device and back, as modules move gradients with their parameters. The
   sum stays where it is.
+- A GradScaler that asks whether it is finite hears of the sum, by its norm. The step unscales it.
 - Everything else that would change it raises, with a hint: the gradient itself is not there.
 """
 
@@ -18,7 +19,7 @@ import torch
 from stepwell.access.descriptive import DESCRIPTIVE, without_waiting
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
 __all__ = ["GradMarker"]
 
@@ -39,6 +40,8 @@ _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _MOVING = frozenset([torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda])
 # What gives a way to the element that cannot be watched.
 _ESCAPING = frozenset([torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__])
+# What a GradScaler asks of gradients that the optimizer unscales itself.
+_CHECK_FINITE = torch._amp_foreach_non_finite_check_and_unscale_
 _ASSIGNING = frozenset(
     ["__setitem__", "__set__", "__delete__", "__setstate__"]
     + [f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")]
@@ -55,12 +58,16 @@ class GradMarker(torch.Tensor):
     """Whether it is a view of one, or one that was moved."""
     moved_from: GradMarker | None
     """What it has the place of on another device."""
+    norms: Callable[[], Sequence[torch.Tensor]]
+    """Gives the norms of all pieces of the sum, on the device."""
 
     @staticmethod
-    def of(grad: torch.Tensor) -> GradMarker:
+    def of(grad: torch.Tensor, norms: Callable[[], Sequence[torch.Tensor]]) -> GradMarker:
         """A marker with the shape, dtype and device of `grad`."""
         element = torch.full((), math.nan, dtype=grad.dtype, device=grad.device)
-        return _marker(element.expand(grad.shape), is_part=False)
+        marker = _marker(element.expand(grad.shape), is_part=False)
+        marker.norms = norms
+        return marker
 
     @classmethod
     def __torch_function__(
@@ -80,6 +87,8 @@ class GradMarker(torch.Tensor):
                 return func(args[0].clone(), *args[1:], **kwargs)
             if func in _MOVING and isinstance(args[0], GradMarker):
                 return _moved(func, args, kwargs)
+            if func is _CHECK_FINITE and _is_only_asked(*args):
+                return _check_finite(*args)
             changed = [*_markers(_changed(func, args, kwargs))]
             if func == _SET_DATA and _is_moved(*args):
                 changed = []
@@ -89,8 +98,8 @@ class GradMarker(torch.Tensor):
                     raise ValueError(
                         "a gradient is changed that is in host memory (`accumulate` is `host`), "
                         f"by `{func.__name__}`. hint: clear it by zero_grad() or zero_(); clip by "
-                        "the optimizer's clip_norm (Trainer: stepwell.offload.fold_clipping); for "
-                        "all else accumulate='device'"
+                        "the optimizer's clip_norm (Trainer: stepwell.offload.fold_clipping), "
+                        "which needs no GradScaler.unscale_(); for all else accumulate='device'"
                     )
             result = func(*args, **kwargs)
             for marker in changed:
@@ -131,6 +140,24 @@ def _moved(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     moved = _marker(element.expand(marker.shape), is_part=True)
     moved.moved_from = marker
     return moved
+
+
+def _is_only_asked(grads: Sequence[torch.Tensor], _: torch.Tensor, inv_scale: torch.Tensor) -> bool:
+    """Whether a GradScaler leaves gradients as they are, of which none is a part of another."""
+    return float(inv_scale) == 1 and not any(each.is_part for each in _markers(grads))
+
+
+def _check_finite(
+    grads: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor
+) -> None:
+    """Sets `found_inf` to 1 if one of `grads` is not finite, or one that a marker stands for."""
+    markers = [grad for grad in grads if isinstance(grad, GradMarker)]
+    if others := [grad for grad in grads if not isinstance(grad, GradMarker)]:
+        _CHECK_FINITE(others, found_inf, inv_scale)
+    norms = [norm for each in markers if not each.is_zeroed for norm in each.norms()]
+    if norms:
+        is_inf = torch.stack(norms).isfinite().all().logical_not()
+        found_inf.copy_(torch.maximum(found_inf, is_inf.to(found_inf)))
 
 
 def _is_moved(marker: torch.Tensor, value: Any) -> bool:

@@ -23,7 +23,7 @@ import torch
 
 from stepwell import _core
 from stepwell._sharding import is_dtensor, local
-from stepwell._tensors import view
+from stepwell._tensors import is_run, view
 from stepwell.ranks.agreement import NORM_DTYPE, WIDE_NORM_DTYPE
 
 if TYPE_CHECKING:
@@ -158,6 +158,10 @@ def _norms(
 
     float32 overflows where the squares of a piece do; float64 does not for any finite piece.
     """
+    if device.type == "cpu" and all(map(is_run, pieces)):
+        # torch's norm of bfloat16 takes 20 times as long.
+        squares = [_core.grad_stats([view(piece)]).sq_norm for piece in pieces]
+        return torch.tensor(squares, dtype=torch.float64).abs().sqrt().to(dtype)
     by_dtype: dict[torch.dtype, list[int]] = defaultdict(list)
     for index, piece in enumerate(pieces):
         by_dtype[piece.dtype].append(index)

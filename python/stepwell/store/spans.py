@@ -8,6 +8,7 @@ was.
 |---|---|---|
 | in host memory | the twin | `Spans` |
 | on a volume | the twin; places stand for the state | `Spans` |
+| in host memory, and so is the shard of FSDP2 | the shard | `Spans` |
 | on the device | the parameter | `Residents` |
 """
 
@@ -91,7 +92,6 @@ class Spans:
         self._host, self._residents = host, residents
         self._collector, self._background = collector, background
         self._moments = moments
-        self._weights_are_away = host.weights is not None
         # For an optimizer whose state is all on the device.
         self._bare_store = _core.Store(is_beside=True)
 
@@ -230,16 +230,18 @@ class Spans:
         label: Callable[[], str],
         is_kept: bool,
     ) -> None:
-        twin = self._host.twins[param]
+        twin, has_uploads = self._host.twins[param], self._host.has_uploads
+        is_own = self._host.twins.are_params
+        is_plain = type(param) in PLAIN or not (has_uploads or is_own)
         bind(
             self.store,
             at,
             weight=twin.weight,
             grad=piece_of(grad),
-            grad_view=twin.grad_view,
-            piece=None if self._weights_are_away or type(param) in PLAIN else piece_of(param),
+            grad_view=None if is_own else twin.grad_view,
+            piece=None if is_plain else piece_of(param),
             # Behind the step each forward fetches its own.
-            target=0 if self._weights_are_away else None,
+            target=None if has_uploads else 0,
             state=state,
             moments=self._moments,
             rounding=rounding,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from stepwell._sharding import is_dtensor, piece_of
 from stepwell._streams import current_stream
 from stepwell.store.deferred_steps import DeferralMetrics, DeferredSteps, StepKind
 from stepwell.store.engine import Submitted
@@ -131,16 +132,21 @@ class Steps:
             OSError: the device has failed.
         """
         engine, gate = self._background.opened(), self._background.open_gate
-        params, _ = looked.hosted
+        params, grads = looked.hosted
+        twins = self._host.twins
+        # Of those that are their own host sides the gradients, which are read where they are.
+        read = dict(zip(params, grads, strict=True)) if twins.are_params else {}
         # After the norm, which would come down behind them; the step begins with the first that
         # is there.
-        if missing := self._collector.missing(looked.params, looked.grads):
+        if read:
+            _wait_for_reads(params)
+        elif missing := self._collector.missing(looked.params, looked.grads):
             engine.take_looked_at(missing)
         self._host.prepare_commit(params, states)
         # Weights of deferred updates land with this step, also those of parameters without
         # update.
         landing = engine.store.landing
-        shared = [] if gate is None else self._background.exposed(landing)
+        shared = [] if gate is None else self._background.exposed(landing, read)
         at_once, num_settled = None, engine.store.num_settled
         kind = self._kind.now(is_settled=engine.is_settled)
         others = landing[len(params) :]
@@ -152,11 +158,10 @@ class Steps:
             # they name in memory is on the volume after this step, and so is what comes next.
             at_once = set(gate.not_covered(params, shared))
             at_once.update(param for param, _, _ in looked.swapping)
-        twins = self._host.twins
-        verified = [param for param in params if twins[param].is_unverified]
+        verified = [p for p in params if twins.are_params or twins[p].is_unverified]
         stream = current_stream(self._host.device)
         coming = Submitted(stream, looked.swapping, params, verified)
-        protections = [] if gate is None else [gate.opening(landing, shared)]
+        protections = [] if gate is None else [gate.opening(landing, shared, read)]
         if self._host.weights is not None:
             stepped = ((param, twins[param].weight) for param in params)
             protections.append(self._host.weights.protection(stepped))
@@ -170,6 +175,7 @@ class Steps:
             at_once=at_once,
             selected=selected,
             num_settled=num_settled,
+            owners=[piece_of(each).untyped_storage() for pair in read.items() for each in pair],
             protections=[each for each in protections if each is not None],
         )
         if self._chooser is not None:
@@ -201,3 +207,9 @@ class Steps:
         if self._host.deferred is None or self._background.engine is None:
             return None
         return DeferralMetrics.of(self._host.deferred.interval, timing)
+
+
+def _wait_for_reads(params: Sequence[torch.Tensor]) -> None:
+    """Waits until what FSDP2 has launched has read shards in host memory, which a step writes."""
+    for kind in {param.device_mesh.device_type for param in params if is_dtensor(param)} - {"cpu"}:
+        torch.get_device_module(kind).synchronize()

@@ -10,6 +10,9 @@ of a weight, with two exceptions: what a program has written on the device comes
 state is loaded. Only the step after those verifies the fingerprints. Other steps neither verify nor
 take them, which saves a tenth of the arithmetic of a step with q8 moments. So a step outdates them,
 until they are taken: before a weight is replaced, and before a program sees the state.
+
+Shards that FSDP2 keeps in host memory are their own host sides (`Twins.are_params`): there is no
+buffer, gradients are read where they are, and every step verifies the fingerprints.
 """
 
 from __future__ import annotations
@@ -43,7 +46,8 @@ class Twin:
     """A step writes it, and the device gets a copy of it."""
     grad: torch.Tensor
     """Where the gradient comes to. Where gradients are deferred the engine has their memory. Then
-    this only has the shape, and its memory is never touched."""
+    this only has the shape, and its memory is never touched. Of a parameter that is its own host
+    side it is empty."""
     grad_view: _core.TensorView
     """This rank's piece of it."""
     dtype: torch.dtype
@@ -99,10 +103,12 @@ class Twins:
         self._num_buffers = 2 if have_gradients else 1
         self.device = torch.device("cpu")
         """Where the parameters are."""
+        self.are_params = False
+        """Whether parameters are their own host sides. May change while there is none."""
 
     def nbytes(self, params: Iterable[torch.Tensor]) -> int:
         """Bytes of host memory that `add` takes."""
-        pieces = (local(param).nbytes for param in params)
+        pieces = (0 if self.are_params else local(param).nbytes for param in params)
         return self._num_buffers * sum(map(self._aligned, pieces))
 
     def _aligned(self, nbytes: int) -> int:
@@ -152,6 +158,10 @@ class Twins:
         Raises:
             OSError: there is no memory for them; nothing was changed.
         """
+        if self.are_params:
+            for param in params:
+                self._add_own(param)
+            return
         nbytes = self.nbytes(params) // self._num_buffers
         buffers = tuple(_core.Buffer(nbytes) for _ in range(self._num_buffers))
         if len(buffers) == 1:
@@ -190,6 +200,22 @@ class Twins:
             local(weight).copy_(local(param))
             if place is not None:
                 place(param, weight)
+
+    def _add_own(self, param: torch.Tensor) -> None:
+        piece = local(param)
+        grad = torch.empty(0, dtype=piece.dtype, device="cpu")
+        self.device = piece.device
+        self._twins[id(param)] = Twin(
+            param=param,
+            weight=param,
+            grad=grad,
+            grad_view=view(grad),
+            dtype=piece.dtype,
+            shape=piece.shape,
+            nbytes=piece.nbytes,
+            buffers=(),
+            byte_range=(0, 0),
+        )
 
     def remove(self, params: Iterable[torch.Tensor]) -> None:
         """Lets go of the twins of `params`, which no step and no copy uses."""
