@@ -13,6 +13,7 @@ import pytest
 import stepwell
 import torch
 from host_weight_cases import Block, Net, assert_same, loss_of, made, trained, words_of
+from late_streams import have_late_streams
 from stepwell import _core
 from stepwell.weights import activations
 from stepwell.weights.arenas import Arenas
@@ -490,6 +491,34 @@ def test_it_takes_a_model():
     params = [torch.nn.Parameter(torch.zeros(3))]
     with pytest.raises(ValueError, match="`activations` is `host` and no model is given"):
         stepwell.OffloadAdamW(params, activations="host")
+
+
+# ---- streams ----
+
+
+@pytest.mark.parametrize("crossing", [1, CROSSING_BYTES])
+@pytest.mark.parametrize("name", ["plain", "checkpoints", "reentrant checkpoints", "tied"])
+def test_streams_wait_for_late_copies(monkeypatch, name, crossing):
+    monkeypatch.setattr(activations, "_CROSSING_BYTES", crossing)
+
+    def grads(*, are_late):
+        torch.manual_seed(0)
+        net, found = MODELS[name](), []
+        with monkeypatch.context() as patched:
+            if are_late:
+                watched = activations.Activations(net, torch.device("cpu"))
+                down, up = have_late_streams(patched, watched)
+            for step in range(4):
+                losses = [loss_of(net, 10 * step + nth) for nth in range(3)]
+                (losses[0] + losses[2]).backward(retain_graph=True)
+                for loss in losses:
+                    loss.backward()
+                found.append([param.grad.clone() for param in net.parameters()])
+            if are_late:
+                assert down.given and (up.given or crossing > 1)
+        return found
+
+    assert_same(grads(are_late=True), grads(are_late=False))
 
 
 # ---- on a GPU ----

@@ -388,8 +388,10 @@ class Activations:
 
             def end() -> None:
                 with self._lock:
-                    self._drop([*self._back.pop(running), *self._ahead])
-                    self._ahead.clear()
+                    self._drop(self._back.pop(running))
+                    # Not where it was within another one.
+                    if not self._back:
+                        self._drop(self._ahead)
 
             torch.autograd.Variable._execution_engine.queue_callback(end)
         self._back[running].add(region)
