@@ -1,8 +1,9 @@
 """What autograd saves in forwards of a model lies in host memory until the backward uses it.
 
 The hooks of `torch.autograd.graph.saved_tensors_hooks` are there while a module of the model runs
-that is not within another. A checkpoint saves its inputs by way of them, and has hooks of its own
-for what is within it. A forward within a backward has none: what it saves is used at once.
+that is not within another (`outermost`). A checkpoint saves its inputs by way of them, and has
+hooks of its own for what is within it. A forward within a backward has none: what it saves is used
+at once.
 
 A *region* is what crosses the bus: the storage of what is saved, or a part of one that is much
 larger. Views of one storage have one region, so that none is copied twice. It comes back as bytes,
@@ -36,13 +37,13 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from stepwell._sharding import local
-from stepwell.access.compiled_calls import CompiledCall, is_compiled, is_compiled_in_place
 from stepwell.weights.arenas import Arenas, Piece
-from stepwell.weights.calls import Hook, num_calls
 from stepwell.weights.fetcher import backward_id
+from stepwell.weights.outermost import OutermostCalls
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
+    from contextlib import AbstractContextManager
 
 __all__ = ["Activations"]
 
@@ -170,60 +171,26 @@ class Activations:
         # What was copied up: ahead of its use, and in the backwards that are under way.
         self._ahead: weakref.WeakSet[_Region] = weakref.WeakSet()
         self._back: dict[int, weakref.WeakSet[_Region]] = {}
-        # The module that runs within no other, how often within itself, and its hooks.
-        self._outermost: torch.nn.Module | None = None
-        self._depth = 0
-        self._hooks = contextlib.ExitStack()
-        self._handles = [handle for module in _entrances(model) for handle in self._watch(module)]
+        self._calls = OutermostCalls(model, self._hooks)
 
     # ---- forwards ----
 
-    def _watch(self, module: torch.nn.Module) -> Iterator[Any]:
-        enter, leave = (Hook(each, is_traced=False) for each in (self._enter, self._leave))
-        if is_compiled_in_place(module):
-            yield CompiledCall(module, "activations", enter, leave)
-        else:
-            yield module.register_forward_pre_hook(enter)
-            yield module.register_forward_hook(leave, always_call=True)
-
     def end(self) -> None:
         """Nothing leaves any more. What has left comes back as long as a graph has it."""
-        for handle in self._handles:
-            handle.remove()
+        self._calls.remove()
 
-    def _enter(self, module: torch.nn.Module, _: Any) -> None:
-        if module is self._outermost:
-            if num_calls(module) > 1:
-                self._depth += 1
-                return
-            # Ctrl-C calls no hook of a forward that it ends.
-            self._close()
-        if self._outermost is None and backward_id() is None and self._can_copy():
-            self._outermost = module
-            hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
-            self._hooks.enter_context(hooks)
+    def _hooks(self) -> AbstractContextManager[object] | None:
+        """Those for a forward. None: there can be none.
 
-    def _can_copy(self) -> bool:
-        """Whether there may be hooks.
-
-        Not within transforms of torch.func, a CUDA graph, or hooks of others. Those may be a
+        So it is within transforms of torch.func, a CUDA graph, or hooks of others. Those may be a
         checkpoint's, which is around the module.
         """
         is_captured = self._down is not None and torch.cuda.is_current_stream_capturing()
         autograd: Any = torch._C._autograd
         has_others = autograd._top_saved_tensors_default_hooks(True) is not None
-        return autograd._saved_tensors_hooks_is_enabled() and not (has_others or is_captured)
-
-    def _leave(self, module: torch.nn.Module, *_: Any) -> None:
-        if module is self._outermost:
-            if self._depth == 0:
-                self._close()
-            else:
-                self._depth -= 1
-
-    def _close(self) -> None:
-        self._outermost, self._depth = None, 0
-        self._hooks.close()
+        if has_others or is_captured or not autograd._saved_tensors_hooks_is_enabled():
+            return None
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
     def _pack(self, tensor: torch.Tensor) -> _Kept | _Part:
         # Parameters may have a class that waits for them to be used.
@@ -402,23 +369,6 @@ class Activations:
             if region.saved is None:
                 region.let_go()
             self._ahead.discard(region)
-
-
-def _entrances(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The modules that programs call: all but those within a layer, or within compiled code."""
-    found: dict[torch.nn.Module, None] = {}
-    ahead = [model]
-    while ahead:
-        module = ahead.pop()
-        if module in found:
-            continue
-        found[module] = None
-        children = [] if is_compiled(module) else list(module.children())
-        if isinstance(module, (torch.nn.ModuleList, torch.nn.Sequential)):
-            found.update(dict.fromkeys(children))
-        else:
-            ahead += children
-    return list(found)
 
 
 def _written(dtype: torch.dtype, shape: torch.Size) -> RuntimeError:
