@@ -1,6 +1,7 @@
 """Weights in host memory: forward, backward and step beside those of weights on the device.
 
     python benches/streamed.py [--size 8b] [--tokens 4096 --tokens 8192] [--moments q8] [--steps 6]
+        [--activations host]
 
 One process: the model is on the device first, then `OffloadAdamW(model, weights="host")` takes its
 weights. Layers compute their activations again, and the loss is computed in parts of 2,048 tokens.
@@ -129,6 +130,7 @@ def main() -> None:
     parser.add_argument("--size", default="8b")
     parser.add_argument("--tokens", type=int, action="append")
     parser.add_argument("--moments", default="fp32", choices=("fp32", "q8"))
+    parser.add_argument("--activations", default="device", choices=("device", "host"))
     parser.add_argument("--steps", type=int, default=6)
     args = parser.parse_args()
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
@@ -157,7 +159,13 @@ def main() -> None:
     bus = bus_seconds(device, 2 * numel)
     before = host_bytes()
     optimizer = OffloadAdamW(
-        model, lr=1e-4, weights="host", clip_norm=1.0, moments=args.moments, accumulation_steps=1
+        model,
+        lr=1e-4,
+        weights="host",
+        activations=args.activations,
+        clip_norm=1.0,
+        moments=args.moments,
+        accumulation_steps=1,
     )
     gc.collect()
     if device.type == "cuda":
@@ -190,6 +198,7 @@ def main() -> None:
             "host_bytes_per_param": (host_bytes() - before) / numel,
             "params": numel,
             "moments": args.moments,
+            "activations": args.activations,
             "nvml_gib": used_gib(device),
         }
         if device.type == "cuda":

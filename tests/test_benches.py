@@ -170,9 +170,9 @@ def test_offload_on_two_ranks(tmp_path):
 
 def test_weights_in_host_memory_beside_those_on_the_device(tmp_path):
     pytest.importorskip("transformers")
-    size = ("--size", "tiny", "--tokens", "16", "--steps", "2")
+    size = ("--size", "tiny", "--tokens", "16", "--steps", "2", "--activations", "host")
     ended = bench("streamed", *size, cwd=tmp_path, CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
     assert ended.returncode == 0, ended.stderr
     row = json.loads(ended.stdout.splitlines()[-1])
-    assert row["tokens"] == 16
+    assert (row["tokens"], row["activations"]) == (16, "host")
     assert min(row[name] for name in ("streamed_forward", "streamed_backward", "step")) > 0

@@ -43,6 +43,7 @@ REFUSED = [
     *given(offload, "clip_norm", [0, -1.0, math.nan, "x", torch.ones(2), 1j]),
     *given(offload, "accumulate", [each for each in NO_CHOICES if each is not None]),
     *given(offload, "weights", NO_CHOICES),
+    *given(offload, "activations", NO_CHOICES),
     *given(offload, "deferred", [4, "x"]),
     *given(offload, "tier", ["/tmp", 4]),
     *(

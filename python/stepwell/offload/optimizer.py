@@ -49,6 +49,7 @@ from stepwell.store.state_in_memory import StateInMemory
 from stepwell.store.states import States
 from stepwell.store.steps import Steps
 from stepwell.store.swapped import Swapped
+from stepwell.weights.activations import Activations
 
 if TYPE_CHECKING:
     from collections import defaultdict
@@ -126,6 +127,10 @@ class OffloadAdamW(AdamW):
             parameter, and its buffers go to `device`. An optimizer that is made anew for the model
             takes over, and the one before steps no more. Not with deferred updates, DTensor
             parameters, or several processes.
+        activations: where what autograd saves in forwards of the model (inputs of checkpointed
+            layers, foremost) is until the backward uses it. "device": there. "host": in pinned host
+            memory; it leaves as it is saved, and comes back ahead of its use, with the same bits.
+            What is below 1 MiB stays. The model is given, and forwards do not use torch.func.grad.
         device: with `weights="host"`, where modules compute. None: where the parameters are.
         accumulate: where the gradients of several backwards are summed. None: on the device; with
             `weights="host"` in host memory. "device": in
@@ -151,7 +156,8 @@ class OffloadAdamW(AdamW):
             There is one per physical core of this process, or as `STEPWELL_THREADS` says. None: all
             but one, whose core launches work on the device; but one and an eighth where ranks share
             the host. Four fifths of these where updates are deferred.
-        host_bytes_max: the most host memory that may be taken; None: what is free.
+        host_bytes_max: the most host memory that may be taken, but for activations; None: what is
+            free.
         device_bytes_max: the most device memory that state may take, 12 bytes per parameter, from
             the first step on. The first parameters whose state fits are stepped on the device, in
             fp32 whatever `moments` is, and take no host memory. No step waits for them, and none of
@@ -198,6 +204,7 @@ class OffloadAdamW(AdamW):
         clip_norm: float | None = None,
         moments: Moments = "fp32",
         weights: Place = "device",
+        activations: Place = "device",
         device: torch.device | str | None = None,
         accumulate: Accumulate | None = None,
         accumulation_steps: int | None = None,
@@ -238,6 +245,7 @@ class OffloadAdamW(AdamW):
             params = list(model.named_parameters())
         check_options(
             weights=weights,
+            activations=activations,
             device=device,
             has_model=model is not None,
             accumulate=accumulate,
@@ -313,6 +321,9 @@ class OffloadAdamW(AdamW):
                 self._host.weights.watch(model)
             elif model is not None:
                 self._background.watch(model)
+            if activations == "host" and model is not None:
+                watched = Activations(model, next(model.parameters()).device)
+                weakref.finalize(self, watched.end)
         except BaseException:
             if self._host.weights is not None:
                 # Nothing else would find them.

@@ -15,12 +15,13 @@ __all__ = ["Accumulate", "Place", "check_options"]
 Accumulate: TypeAlias = Literal["device", "host"]
 
 Place: TypeAlias = Literal["device", "host"]
-"""Of weights between their uses."""
+"""Of weights between their uses, and of activations between forward and backward."""
 
 
 def check_options(
     *,
     weights: Place,
+    activations: Place,
     device: torch.device | str | None,
     has_model: bool,
     accumulate: Accumulate,
@@ -30,7 +31,13 @@ def check_options(
 ) -> None:
     """Raises ValueError for options that are not what `OffloadAdamW` takes."""
     choice(weights, "`weights`", get_args(Place))
+    choice(activations, "`activations`", get_args(Place))
     choice(accumulate, "`accumulate`", get_args(Accumulate))
+    if activations == "host" and not has_model:
+        raise ValueError(
+            "`activations` is `host` and no model is given, whose forwards make them. "
+            "hint: OffloadAdamW(model, activations='host'), or model=model beside parameters"
+        )
     if weights == "host":
         _check_host_weights(
             device,

@@ -1,1 +1,1 @@
-"""How weights come to a module, where they are on the device only while modules use them."""
+"""How weights and activations come to the device that are there only while they are used."""
