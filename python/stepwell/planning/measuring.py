@@ -23,11 +23,10 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["bus_rates", "machine_file", "machine_here", "step_core_seconds"]
+__all__ = ["bus_rates", "host_rate", "machine_file", "machine_here", "step_core_seconds"]
 
 _BUS_BYTES = 1 << 30
 _ROUNDS = 5
-_HOST_NUMEL_MAX = 256 << 20
 # Of a product of square matrices: as large as those of a layer.
 _PRODUCT = 8192
 # As long as a device needs to reach the clock that it holds.
@@ -103,7 +102,7 @@ def _measured() -> Machine:
         bus_both=rates["both"],
         flops=_product_flops(torch.device("cuda", 0)),
         device_rate=_device_rate(torch.device("cuda", 0)),
-        host_rate=_host_rate(),
+        host_rate=host_rate(),
         core_seconds=step_core_seconds(),
         # One of them launches work on the device.
         cores=max(len(cpus) - 1, 1) if isinstance(cpus, list) else 1,
@@ -111,9 +110,8 @@ def _measured() -> Machine:
     )
 
 
-def _host_rate() -> float:
-    """R: four-byte words that all cores read and write in place."""
-    numel = min(_HOST_NUMEL_MAX, max(_free_bytes() // 16, 1 << 20))
+def host_rate(numel: int = 256 << 20) -> float:
+    """R: bytes per second of so many 4-byte words that all cores read and write in place."""
     seconds = _core.stream_ceiling(
         numel=numel, read_write_bytes=[4], read_bytes=[], write_bytes=[], passes=9
     )

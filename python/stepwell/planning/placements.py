@@ -49,6 +49,9 @@ _ROUNDING_BYTES = 64 << 20  # workspaces of libraries
 _VOLUME_BUFFERS_BYTES = 1 << 30  # at most, and less than half of what is left (`docs/volume.md`)
 _COMMIT_INTERVAL = 8
 _INTERVAL = 4
+# Several gradients in one pass take the cores four times what one takes in cache
+# (`benches/README.md`, "Several gradients in one pass").
+_DEFERRED_PASSES = 4
 # What a step on the device reads and writes per parameter: torch's fused AdamW over fp32 masters
 # beside 16-bit weights, with the norm and the casts; a resident's; 8-bit Adam without masters.
 _TORCH_STEP_BYTES, _RESIDENT_STEP_BYTES, _EIGHT_BIT_STEP_BYTES = 44, 32, 12
@@ -439,15 +442,16 @@ def _deferred(run: Run) -> Placement:
     def step(tokens: float) -> Step:
         found = Step()
         passes = run.passes(tokens)
-        term, host = run.host_step("fp32", model.num_params)
-        each = step_bytes(workload.dtype, "fp32")
-        gradient = workload.itemsize
-        share = ((each - gradient) / _INTERVAL + gradient) / each
+        each, gradient = step_bytes(workload.dtype, "fp32"), workload.itemsize
+        moved = model.num_params * ((each - gradient) / _INTERVAL + gradient)
+        memory = moved / machine.host_rate
+        cores = model.num_params * _DEFERRED_PASSES * machine.core_seconds["fp32"] / machine.cores
+        term, host = max(("host memory", memory), ("host cores", cores), key=lambda one: one[1])
         found.add("compute", run.device_step(_LOOK_BYTES, model.num_params))
         last = {"bus": nbytes / machine.bus_down + nbytes / machine.bus_up / _INTERVAL}
         found.exposed(passes.backward, last)
         rest = (workload.accumulation - 1) * (passes.forward + passes.backward) + passes.forward
-        found.exposed(rest, {term: host * share - passes.backward})
+        found.exposed(rest, {term: host - passes.backward})
         return found
 
     host = {**base.host, "weights": run.twin_bytes() + predicted, "gradients": gradients}
