@@ -8,7 +8,7 @@ as a callable, and to measure this machine.
 | `quantities.py` | sizes, rates and counts as people write them |
 | `model.py`, `families.py` | sizes of a model; tensors of dense decoders, by their `config.json` |
 | `workload.py` | what a step trains |
-| `machine.py`, `measuring.py` | memories and rates: described; measured, and kept |
+| `machine.py`, `measuring.py`, `launching.py` | memories and rates: described; measured, and kept |
 | `state_bytes.py`, `activations.py` | bytes of the host; of the device |
 | `seconds.py` | seconds of a step, and what binds |
 | `placements.py` | what each placement takes |

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stepwell import _core
+from stepwell.planning.launching import launch_seconds
 from stepwell.planning.machine import Machine
 
 if TYPE_CHECKING:
@@ -93,6 +94,8 @@ def _measured() -> Machine:
     rates = bus_rates()
     system = _core.system_info()
     cpus = system["pool_cpus"]
+    device = torch.device("cuda", 0)
+    launch = launch_seconds(device)
     return Machine(
         name=f"{properties.name} of {socket.gethostname()}",
         gpu_memory=properties.total_memory,
@@ -100,12 +103,13 @@ def _measured() -> Machine:
         bus_up=rates["up"],
         bus_down=rates["down"],
         bus_both=rates["both"],
-        flops=_product_flops(torch.device("cuda", 0)),
-        device_rate=_device_rate(torch.device("cuda", 0)),
+        flops=_product_flops(device),
+        device_rate=_device_rate(device),
         host_rate=host_rate(),
         core_seconds=step_core_seconds(),
         # One of them launches work on the device.
         cores=max(len(cpus) - 1, 1) if isinstance(cpus, list) else 1,
+        launch=launch or Machine.launch,
         measured_at=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
     )
 
