@@ -79,6 +79,7 @@ def test_a_plot_is_written(tmp_path):
         (("7B", "--gpu-memory", "24GB"), "expected --gpu-memory and --host-memory"),
         (("7B", "--bus", "25"), "`--bus` is given"),
         (("7B", *DESCRIBED, "--again"), "expected one of the two"),
+        (("7B", *DESCRIBED, "--measure"), "expected one of the two"),
         (("7B", *DESCRIBED, "--bus", "wide"), "expected bytes per second, as 25GB/s"),
         (("7B", *DESCRIBED, "--drive", "nowhere"), "expected a folder on it"),
         (("7B", *DESCRIBED, "--tokens", "0"), "`tokens` is `0`"),
@@ -90,6 +91,42 @@ def test_what_is_wrong_is_said_with_what_was_expected(arguments, said):
     assert ended.exit_code == 1
     assert said in ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+def test_what_fits_is_run_beside_its_plan(tmp_path):
+    from rich.console import Console
+    from stepwell.cli import _plan_runs
+    from stepwell.planning import described, plan
+
+    tiny = {**LLAMA, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    tiny |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512}
+    (tmp_path / "config.json").write_text(json.dumps(tiny))
+    machine = described(gpu_memory="24GB", host_memory="64GB")
+    found = plan(tmp_path, tokens=64, machine=machine)
+    _plan_runs.check_measurable(str(tmp_path), found)
+    # One with weights on the device, and one with weights in host memory.
+    for each in found.placements:
+        if (each.kind, each.moments) not in {("exact", "q8"), ("streamed", "fp32")}:
+            each.refused = "left out"
+    console = Console(width=120, record=True, quiet=False)
+    rows = _plan_runs.measure(console, str(tmp_path), found)
+    assert [found.placements[row["placement"]].kind for row in rows] == ["exact", "streamed"]
+    assert all(min(row["seconds"]) > 0 for row in rows)
+    _plan_runs.print_measured(console, rows)
+    assert "use: weights" in console.export_text()
+
+
+def test_only_what_a_case_is_can_be_measured(tmp_path):
+    from stepwell.cli import _plan_runs
+    from stepwell.planning import described, plan
+
+    machine = described(gpu_memory="24GB", host_memory="64GB")
+    with pytest.raises(ValueError, match=r"`7B`, expected the config\.json of a Llama"):
+        _plan_runs.check_measurable("7B", plan("7B", machine=machine))
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    found = plan(tmp_path, machine=machine, gpus=2)
+    with pytest.raises(ValueError, match="with `--gpus`, expected it to be left out"):
+        _plan_runs.check_measurable(str(tmp_path), found)
 
 
 @pytest.mark.skipif("__import__('torch').cuda.is_available()", reason="this machine has a GPU")

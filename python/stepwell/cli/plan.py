@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     from matplotlib.figure import Figure
     from rich.console import Console
 
@@ -77,6 +79,12 @@ def plan(
     again: Annotated[
         bool, typer.Option("--again", help="Measure this machine anew, for half a minute.")
     ] = False,
+    measure: Annotated[
+        bool,
+        typer.Option(
+            "--measure", help="Train a few steps of what fits here: the config.json of a Llama."
+        ),
+    ] = False,
     plot: Annotated[
         Path | None, typer.Option(help="A picture of the speed over the tokens of a step.")
     ] = None,
@@ -86,7 +94,7 @@ def plan(
 
     The machine is this one, which is measured once. With --gpu-memory and --host-memory it is
     another one, of which --bus and what follows say more; what they leave out is assumed. Nothing
-    is trained.
+    is trained, but with --measure.
 
     `binds` is what a step waits for beyond compute, and `until` the tokens of a step from which on
     that is next to nothing. GB are 10^9 bytes.
@@ -105,6 +113,10 @@ def plan(
     }
     try:
         machine = _machine(gpu_memory, host_memory, described, again=again)
+        if measure and gpu_memory is not None:
+            raise ValueError(
+                "`--measure` is given and the machine is described, expected one of the two"
+            )
         found = planned(
             model,
             tokens=tokens,
@@ -117,6 +129,8 @@ def plan(
             dtype=dtype,  # type: ignore[arg-type]  # which is checked there
             machine=machine,
         )
+        if measure:
+            _plan_runs_of().check_measurable(model, found)
         if plot is not None:
             _plot(console, found, plot)
     except (OSError, ValueError) as error:
@@ -125,9 +139,21 @@ def plan(
         )
         raise typer.Exit(1) from error
     if as_json:
-        typer.echo(json.dumps(found.to_dict(), indent=2))
+        said = Console(stderr=True)
+        rows = {"measured": _plan_runs_of().measure(said, model, found)} if measure else {}
+        typer.echo(json.dumps(found.to_dict() | rows, indent=2))
         return
     _print(console, found)
+    if measure:
+        runs = _plan_runs_of()
+        runs.print_measured(console, runs.measure(console, model, found))
+
+
+def _plan_runs_of() -> ModuleType:
+    # It imports torch.
+    from stepwell.cli import _plan_runs
+
+    return _plan_runs
 
 
 def _machine(
