@@ -236,3 +236,39 @@ def test_launching_is_measured_and_binds_what_has_few_tokens():
     slow = found_in(plan("1B", tokens=64, machine=given), "torch")
     layers = plan("1B", machine=given).model.num_layers
     assert slow.step.total == pytest.approx(1.5 * layers, rel=0.1)
+
+
+class Tiny(torch.nn.Sequential):
+    """A model as that of the lines that a plan gives."""
+
+    def gradient_checkpointing_enable(self):
+        """As models of transformers have it."""
+
+    def cuda(self):
+        """Stays on the CPU."""
+        return self
+
+
+def test_what_is_to_be_written_trains(tmp_path):
+    from stepwell.store.tuning import DriveTuning
+
+    DriveTuning(
+        mb_per_second=5000, stripe_bytes=1 << 20, queue_depth=8, date="2026-11-28 12:00 UTC"
+    ).write(tmp_path)
+    ran = set()
+    for host in ("14GB", "256GB"):
+        planned = plan("2B", machine=machine(host=host), drives=[str(tmp_path)])
+        for each in planned.placements:
+            key = each.kind, each.moments, *each.options
+            # What is told to be refused, and what is not ours.
+            if each.kind == "bitsandbytes" or "activations" in each.options or key in ran:
+                continue
+            ran.add(key)
+            model = Tiny(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)).to(torch.bfloat16)
+            code = planned.code(each).replace('"cuda"', '"cpu"').replace('name="run"', 'name="r"')
+            names = {"model": model}
+            exec(code, names)  # noqa: S102
+            model(torch.ones(2, 8, dtype=torch.bfloat16)).float().sum().backward()
+            names["optimizer"].step()
+            del names, model
+    assert len(ran) == 9
