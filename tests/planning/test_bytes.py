@@ -8,8 +8,9 @@ import torch
 from stepwell import _state
 from stepwell.planning import described
 from stepwell.planning.model import model_of
-from stepwell.planning.placements import ADDER_BYTES, AHEAD_NUMEL, placements
+from stepwell.planning.placements import placements
 from stepwell.planning.state_bytes import TWIN_ALIGN_BYTES, run_bytes, state_bytes, step_bytes
+from stepwell.planning.streamed import ADDER_BYTES, AHEAD_NUMEL
 from stepwell.planning.workload import Workload
 from stepwell.store import adder, host_weights, twins
 

@@ -12,7 +12,7 @@ from stepwell.cli.bench_offload import run_case
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from stepwell.planning.placements import Placement
+    from stepwell.planning.placement import Placement
     from stepwell.planning.plans import Plan
 
 __all__ = ["check_measurable", "measure", "print_measured"]

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from stepwell.planning import Machine, Plan
-    from stepwell.planning.placements import Placement
+    from stepwell.planning.placement import Placement
 
 __all__ = ["plan"]
 

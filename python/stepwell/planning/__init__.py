@@ -11,7 +11,9 @@ as a callable, and to measure this machine.
 | `machine.py`, `measuring.py`, `launching.py` | memories and rates: described; measured, and kept |
 | `state_bytes.py`, `activations.py` | bytes of the host; of the device |
 | `seconds.py` | seconds of a step, and what binds |
-| `placements.py` | what each placement takes |
+| `placement.py` | one placement, and what all are made from |
+| `on_device.py`, `offloaded.py`, `streamed.py`, `on_drives.py` | what each takes |
+| `placements.py` | all of them, and what the machine lacks |
 | `plans.py`, `recipe.py` | which to use; what to write |
 """
 

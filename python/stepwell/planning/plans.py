@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from stepwell.planning.machine import Machine
 from stepwell.planning.measuring import machine_here
 from stepwell.planning.model import Model, model_of
-from stepwell.planning.placements import Placement, placements
+from stepwell.planning.placement import Placement
+from stepwell.planning.placements import placements
 from stepwell.planning.recipe import recipe_of
 from stepwell.planning.workload import Workload
 

@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from stepwell.planning.placements import Placement
+    from stepwell.planning.placement import Placement
     from stepwell.planning.workload import Workload
 
 __all__ = ["recipe_of"]
