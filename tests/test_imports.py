@@ -58,7 +58,7 @@ def test_no_module_imports_itself_by_way_of_others():
     graphlib.TopologicalSorter(graph).prepare()
 
 
-LAYERS = ("", "access", "weights", "ranks", "store", "offload", "deepspeed", "cli")
+LAYERS = ("", "access", "weights", "ranks", "store", "planning", "offload", "deepspeed", "cli")
 """The folders, from the lowest: "" has the modules beside them."""
 
 

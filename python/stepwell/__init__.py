@@ -24,8 +24,9 @@ connect()
 if TYPE_CHECKING:
     from stepwell.offload import Deferred, OffloadAdamW, Volume
     from stepwell.optim import Adam, AdamW
+    from stepwell.planning import plan
 
-__all__ = ["Adam", "AdamW", "Deferred", "OffloadAdamW", "Volume", "__version__"]
+__all__ = ["Adam", "AdamW", "Deferred", "OffloadAdamW", "Volume", "__version__", "plan"]
 
 _EXPORTS = {
     "Adam": "optim",
@@ -33,8 +34,9 @@ _EXPORTS = {
     "Deferred": "offload",
     "OffloadAdamW": "offload",
     "Volume": "offload",
+    "plan": "planning",
 }
-_SUBMODULES = ("deepspeed", "offload", "optim")
+_SUBMODULES = ("deepspeed", "offload", "optim", "planning")
 
 
 def _import(name: str) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from functools import partial
 from typing import Any
 
 from stepwell import _core
@@ -20,6 +21,11 @@ _LOGGER = logging.getLogger(__name__)
 
 # Other parts of the program need memory too.
 _FREE_SHARE = 0.75
+# At most.
+_VOLUME_BUFFERS_NBYTES = 1 << 30
+_ITEMSIZES = {"uint8": 1, "bfloat16": 2}
+# Of many small parameters each ends with a block of its own.
+_ROUNDED_UP = 1.5
 
 # For each engine of this process, how many bytes it has pinned.
 _PINNED: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
@@ -31,6 +37,7 @@ def announce(
     state: int,
     crossing: int,
     limit: int | None,
+    moments: int = 0,
     held: int = 0,
     waiting: int = 0,
 ) -> _core.MemoryClaim:
@@ -41,6 +48,8 @@ def announce(
         state: bytes of their state.
         crossing: bytes of what crosses the bus: weights and gradients.
         limit: the most that may be taken; None: what is free.
+        moments: bytes of `state` that are moments, and could be held in another codec, or on a
+            volume.
         held: bytes of these that are taken already, by what will be moved.
         waiting: bytes of `crossing` for gradients that wait of all parameters, also of those that
             the optimizer has already.
@@ -52,17 +61,20 @@ def announce(
         ValueError: it is more than that.
     """
     nbytes = crossing + state
+    hint = partial(_hint, numel, nbytes, state=state, moments=moments, waiting=waiting)
     if limit is not None and nbytes > limit:
-        raise _refused(numel, nbytes, f"`{limit}` are left of `host_bytes_max`", waiting)
+        what = f"`{limit}` are left of `host_bytes_max`"
+        raise _refused(numel, nbytes, what, waiting, hint(limit))
     claim = _core.MemoryClaim(nbytes, held_nbytes=held, is_checked=limit is None)
     if claim.is_refused:
-        what = f"`{(claim.room_nbytes or 0) + held}` are free"
+        room = (claim.room_nbytes or 0) + held
+        what = f"`{room}` are free"
         if claim.others_nbytes:
             what += (
                 f" beside `{claim.others_nbytes}` that processes `{claim.others}` of this host "
                 "have claimed and not taken yet"
             )
-        raise _refused(numel, nbytes, what, waiting)
+        raise _refused(numel, nbytes, what, waiting, hint(room))
     _LOGGER.info(
         "%.2f GiB of host memory for %d parameters: %.2f GiB of state, %.2f GiB for gradients and "
         "weights",
@@ -74,16 +86,29 @@ def announce(
     return claim
 
 
-def _refused(numel: int, nbytes: int, most: str, waiting: int) -> ValueError:
-    what, hint = f"{numel} parameters", ""
+def _refused(numel: int, nbytes: int, most: str, waiting: int, hint: str) -> ValueError:
+    what = f"{numel} parameters"
     if waiting:
         # Of which those that were there before have the greater part.
         what += f" and deferred updates of all (`{waiting}` bytes)"
-        hint = "; with a smaller interval fewer gradients wait"
-    return ValueError(
-        f"{what} take `{nbytes}` bytes of host memory, {most}. "
-        f"hint: moments='q8' takes 6 bytes per parameter less than fp32{hint}"
-    )
+    return ValueError(f"{what} take `{nbytes}` bytes of host memory, {most}. hint: {hint}")
+
+
+def _hint(numel: int, nbytes: int, room: int, *, state: int, moments: int, waiting: int) -> str:
+    """The placement that would fit into `room` bytes, where another than the one that is set."""
+    ways = {}
+    parts = _core.moments_parts("q8")
+    coded = sum(part.length(numel) * _ITEMSIZES[part.dtype] for part in parts)
+    # What is coded in another way does not gain by q8, and what is coded so is.
+    if moments > coded * _ROUNDED_UP:
+        ways["moments='q8'"] = nbytes - (moments - coded)
+    if moments:
+        ways["state on drives (docs/volume.md)"] = nbytes - state + _VOLUME_BUFFERS_NBYTES
+    for way, taken in ways.items():
+        if taken <= room:
+            return f"{way} takes `{taken}` bytes, which fit"
+    fewer = "a smaller interval, with which fewer gradients wait; or " if waiting else ""
+    return f"{fewer}`stepwell plan {numel}` says where so many parameters fit"
 
 
 def share_of_free_bytes() -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 import torch
@@ -35,6 +35,7 @@ __all__ = [
     "key_of",
     "make_dense",
     "master_of",
+    "moments_nbytes",
     "nbytes",
     "nbytes_of",
     "new",
@@ -181,8 +182,16 @@ def part_names(param: torch.Tensor, moments: str) -> tuple[str, ...]:
 
 def nbytes(param: torch.Tensor, moments: str) -> int:
     """Bytes of the state of `param`, this rank's piece of it, beside `step`."""
+    return moments_nbytes(param, moments) + _nbytes_of_parts(param, _MASTERS[param.dtype])
+
+
+def moments_nbytes(param: torch.Tensor, moments: str) -> int:
+    """Bytes of the moments of `param`, this rank's piece of it."""
+    return _nbytes_of_parts(param, _MOMENTS[moments])
+
+
+def _nbytes_of_parts(param: torch.Tensor, parts: Iterable[_Part]) -> int:
     numel = local(param).numel()
-    parts = (*_MOMENTS[moments], *_MASTERS[param.dtype])
     return sum(
         (part.length(numel) if part.length else numel) * part.dtype.itemsize for part in parts
     )

@@ -39,7 +39,7 @@ def help_of(*command, width):
 @pytest.mark.parametrize("width", [80, 120])
 @pytest.mark.parametrize(
     "command",
-    ["doctor", "run", "demo", "bench offload", "tune", "volume"],
+    ["doctor", "plan", "run", "demo", "bench offload", "tune", "volume"],
 )
 def test_every_command_has_a_help_that_fits(command, width):
     assert "Usage" in help_of(*command.split(), width=width)

@@ -15,6 +15,7 @@ from stepwell.cli import (
     bench_offload,
     demo,
     doctor,
+    plan,
     run,
     tune,
     volume,
@@ -37,6 +38,7 @@ volumes = typer.Typer(
 )
 
 app.command()(doctor.doctor)
+app.command()(plan.plan)
 # As for `python`: what follows the script is the script's.
 app.command(context_settings={"allow_interspersed_args": False})(run.run)
 app.command()(demo.demo)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from stepwell import _core
+from stepwell.planning.measuring import host_rate
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,10 +23,7 @@ def _measure() -> float:
     import torch
 
     numel = _NUMEL if torch.cuda.is_available() else _NUMEL_WITHOUT_GPU
-    seconds = _core.stream_ceiling(
-        numel=numel, read_write_bytes=[4], read_bytes=[], write_bytes=[], passes=9
-    )
-    return 8 * numel / seconds / 1e9
+    return host_rate(numel) / 1e9
 
 
 class MemoryRate:

@@ -93,12 +93,16 @@ class Workload:
         """The model's."""
         from transformers import LlamaConfig
 
-        given = SIZES.get(self.size) or json.loads(Path(self.size).read_text())
+        given = SIZES.get(self.size)
+        is_tied = given is not None
+        if given is None:
+            given = json.loads(Path(self.size).read_text())
+            is_tied = bool(given.get("tie_word_embeddings", False))
         return LlamaConfig(
             **{
                 **given,
                 "max_position_embeddings": self.sequence_length,
-                "tie_word_embeddings": True,
+                "tie_word_embeddings": is_tied,
                 "use_cache": False,
                 "attn_implementation": "sdpa",
             }

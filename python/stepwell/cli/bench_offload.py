@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 __all__ = ["bench_offload", "bus_gb_per_second", "host_bytes_per_param", "run_case"]
 
 _WIDTH_PIPED = 170
-_BUS_BYTES = 1 << 30
 _PEER = "deepspeed"
 
 
@@ -196,26 +195,10 @@ def _names(only: list[str] | None, *, has_drives: bool) -> list[str]:
 
 
 def bus_gb_per_second() -> dict[str, float]:
-    """What the bus moves between pinned memory and the GPU, each way; nothing without a GPU."""
-    import torch
+    """What the bus moves between pinned memory and the GPU, each way and both; else nothing."""
+    from stepwell.planning.measuring import bus_rates
 
-    rates = {}
-    if torch.cuda.is_available():
-        host = torch.empty(_BUS_BYTES, dtype=torch.uint8, pin_memory=True)
-        there = torch.empty(_BUS_BYTES, dtype=torch.uint8, device="cuda")
-        for name, to, source in (("down", host, there), ("up", there, host)):
-            times = []
-            for _ in range(5):
-                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-                begin.record()
-                to.copy_(source, non_blocking=True)
-                end.record()
-                end.synchronize()
-                times.append(begin.elapsed_time(end) / 1e3)
-            rates[name] = _BUS_BYTES / sorted(times)[2] / 1e9
-        del host, there
-        torch.cuda.empty_cache()
-    return rates
+    return {name: rate / 1e9 for name, rate in bus_rates().items()}
 
 
 def host_bytes_per_param(name: str) -> float | None:

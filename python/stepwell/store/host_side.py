@@ -171,16 +171,14 @@ class HostSide:
                 "when the optimizer is made, or Volume(..., durability='none')"
             )
         deferral = self._deferral(params)
+        fresh = [local(param) for param in params if self._is_open and not states.get(param)]
         on_device = deferral.selected
         if on_device:
             _LOGGER.info("%.2f GiB of device memory for selected channels", on_device / GIB)
         return announce(
             sum(local(param).numel() for param in params),
-            state=sum(
-                _state.nbytes(local(param), self._moments)
-                for param in params
-                if self._is_open and not states.get(param)
-            ),
+            state=sum(_state.nbytes(piece, self._moments) for piece in fresh),
+            moments=sum(_state.moments_nbytes(piece, self._moments) for piece in fresh),
             crossing=self.twins.nbytes(params) + deferral.pinned,
             limit=self._bytes_left(states),
             held=self._held(has_engine=has_engine),

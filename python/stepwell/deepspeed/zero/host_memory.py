@@ -130,7 +130,7 @@ def announced(
 
     Returns the claim of it, which lasts until all is taken, and what is left of `host_bytes_max`.
     """
-    state = crossing = held = waiting = 0
+    state = moments = crossing = held = waiting = 0
     for group, (master, weight, grad_dtype, moments_bytes, is_offloaded) in enumerate(partitions):
         numel, is_same = weight.numel(), weight.dtype == master.dtype
         # Then the master itself is what is uploaded.
@@ -140,6 +140,7 @@ def announced(
         held += weight.nbytes if is_offloaded else 0
         if swapped is None or group not in swapped.leases:
             state += moments_bytes
+            moments += moments_bytes
         if swapped is None or not swapped.has_master(group):
             state += 0 if is_upload else numel * master.dtype.itemsize
             held += master.nbytes
@@ -156,6 +157,7 @@ def announced(
         state=state,
         crossing=crossing + waiting,
         limit=host_bytes_max,
+        moments=moments,
         held=held,
         waiting=waiting,
     )

@@ -1,0 +1,24 @@
+"""Does it fit, how fast is it, and what to write: planned from sizes and rates, without a run.
+
+Pure functions over dataclasses. Nothing here imports torch, but to look at a model that is given
+as a callable, and to measure this machine.
+
+| file | has |
+|---|---|
+| `quantities.py` | sizes, rates and counts as people write them |
+| `model.py`, `families.py` | sizes of a model; tensors of dense decoders, by their `config.json` |
+| `workload.py` | what a step trains |
+| `machine.py`, `measuring.py`, `launching.py` | memories and rates: described; measured, and kept |
+| `state_bytes.py`, `activations.py` | bytes of the host; of the device |
+| `seconds.py` | seconds of a step, and what binds |
+| `placement.py` | one placement, and what all are made from |
+| `on_device.py`, `offloaded.py`, `streamed.py`, `on_drives.py` | what each takes |
+| `placements.py` | all of them, and what the machine lacks |
+| `plans.py`, `recipe.py` | which to use; what to write |
+"""
+
+from stepwell.planning.machine import Machine, described
+from stepwell.planning.measuring import machine_here
+from stepwell.planning.plans import Plan, plan
+
+__all__ = ["Machine", "Plan", "described", "machine_here", "plan"]
