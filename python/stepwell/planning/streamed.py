@@ -15,9 +15,9 @@ __all__ = ["ADDER_BYTES", "AHEAD_NUMEL", "streamed", "streamed_device", "streame
 
 AHEAD_NUMEL = 192 << 20
 """Elements that are fetched ahead of their use (`store/host_weights.py`)."""
-ADDER_BYTES = (3 + 3 + 3) * (64 << 20)
+ADDER_BYTES = (3 + 3) * (64 << 20) + (1 << 30)
 """On the device, of gradients on their way to sums in host memory (`store/adder.py`): slots, those
-under way, and those that wait."""
+that wait, and those under way."""
 
 
 def streamed_step(
