@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
+import re
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 import torch
@@ -32,6 +33,9 @@ __all__ = [
 
 COUNT_MAX = (1 << 63) - 1
 """Of counts that only have to fit into the core's integers."""
+
+_UNITS = {"MB": 10**6, "GB": 10**9, "TB": 10**12, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+_SIZE = re.compile(rf"(\d+(?:\.\d+)?) ?({'|'.join(_UNITS)})")
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -82,12 +86,16 @@ def counts(values: object, what: str, *, most: int = COUNT_MAX, hint: str = "") 
     return [count(value, f"an entry of {what}", most=most, hint=hint) for value in values]
 
 
-def nbytes(value: object, what: str, *, hint: str = "") -> int:
-    """A number of bytes, 0 or more."""
-    found = integer(value, what, expected="bytes, an integer, 0 or more", hint=hint)
+def nbytes(value: object, what: str) -> int:
+    """A number of bytes, 0 or more, or a text with a unit: "40GB", "1.5 GiB"."""
+    if isinstance(value, str) and (parsed := _SIZE.fullmatch(value)):
+        found = int(float(parsed[1]) * _UNITS[parsed[2]])
+    else:
+        expected = f"bytes, an integer, 0 or more; or a text in {', '.join(_UNITS)}, as '40GB'"
+        found = integer(value, what, expected=expected)
     if 0 <= found <= COUNT_MAX:
         return found
-    raise _refused(value, what, f"bytes, 0 to {COUNT_MAX}", hint)
+    raise _refused(value, what, f"bytes, 0 to {COUNT_MAX}", "")
 
 
 def number(value: object, what: str) -> float:

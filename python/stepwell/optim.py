@@ -14,6 +14,7 @@ from stepwell._binding import Rounding
 from stepwell._checks import choice
 from stepwell._decision import NONFINITE, Facts, Nonfinite, Outcome, decide
 from stepwell._hyper import Hyper, hyper_of
+from stepwell._option_names import check_group_keys, named_options
 from stepwell._sharding import greatest, local, meshes, parted
 from stepwell._spans import Spans
 from stepwell._state_dict import StateDicts
@@ -35,6 +36,7 @@ _LOGGER = logging.getLogger(__name__)
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
+@named_options("`Adam`")
 class Adam(StateDicts):
     """Adam over parameters in host memory, stepped by the Rust core.
 
@@ -147,11 +149,8 @@ class Adam(StateDicts):
             ValueError: an option or a parameter of the group that no step could work with; the
                 group is not added.
         """
-        for key in ("moments", "nonfinite"):
-            if key in param_group:
-                raise ValueError(
-                    f"`{key}` is set for a parameter group, expected for the optimizer as a whole"
-                )
+        if isinstance(param_group, dict):
+            check_group_keys(param_group, {"params", "param_names", *self.defaults}, self)
         super().add_param_group(param_group)
         try:
             hyper_of(param_group, f"group {len(self.param_groups) - 1}")
@@ -461,6 +460,7 @@ def _is_0(lr: Any) -> bool:
         return False
 
 
+@named_options("`AdamW`")
 class AdamW(Adam):
     """AdamW over parameters in host memory.
 

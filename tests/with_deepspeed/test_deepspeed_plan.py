@@ -148,7 +148,8 @@ def test_state_on_nvme_is_on_a_volume(stage, tmp_path):
             "`/nonexistent`, expected a folder or a block device that exists",
         ),
         ({"volume": "none"}, "`stepwell.volume` is `none`, expected a block"),
-        ({"volume": {"paths": ["/"], "kept": 1}}, "`kept, paths` in the block `stepwell.volume`"),
+        ({"volume": {"paths": ["/"]}}, "`paths` is no option of the block `stepwell.volume`"),
+        ({"volume": {"kepp": True}}, "did you mean `keep`?"),
         ({"volume": {"durability": "some"}}, "`durability` is `some`"),
     ],
 )
@@ -299,7 +300,8 @@ def test_moments_are_the_optimizer_s():
     ("block", "said"),
     [
         ([], r"`stepwell` is `\[\]`, expected a block(.|\n)*hint"),
-        ({"b": 1, "a": 2, "gate": "step"}, "`a, b` in the block `stepwell`"),
+        ({"gatte": "step"}, "`gatte` is no option of the block `stepwell`(.|\\n)*mean `gate`"),
+        ({"clip_norm": 1.0}, "`clip_norm` is no option of (.|\\n)*an option of `OffloadAdamW`"),
     ],
 )
 def test_a_block_that_cannot_be_understood_is_refused(block, said):

@@ -31,6 +31,7 @@ from stepwell._budget import GIB
 from stepwell._checks import count, nbytes, optional, positive
 from stepwell._decision import Facts, Nonfinite
 from stepwell._hyper import hyper_of
+from stepwell._option_names import named_options
 from stepwell._sharding import greatest, is_dtensor, local
 from stepwell.access.gate import remove
 from stepwell.access.guard import clear_grads
@@ -69,6 +70,7 @@ _LOGGER = logging.getLogger(__name__)
 _CLIP_TOLERANCE = 1e-5
 
 
+@named_options("`OffloadAdamW`")
 class OffloadAdamW(AdamW):
     """AdamW over parameters on an accelerator.
 
@@ -150,13 +152,14 @@ class OffloadAdamW(AdamW):
             There is one per physical core of this process, or as `STEPWELL_THREADS` says. None: all
             but one, whose core launches work on the device; but one and an eighth where ranks share
             the host. Four fifths of these where updates are deferred.
-        host_bytes_max: the most host memory that may be taken; None: what is free.
-        device_bytes_max: the most device memory that state may take, 12 bytes per parameter, from
-            the first step on. The first parameters whose state fits are stepped on the device, in
-            fp32 whatever `moments` is, and take no host memory. No step waits for them, and none of
-            their updates is deferred. Bits are those of steps in host memory with fp32 moments, and
-            state dicts are alike. Not with `accumulate="host"`, a volume that commits, or DTensor
-            parameters.
+        host_bytes_max: the most host memory that may be taken, in bytes or as "40GB"; None: what is
+            free.
+        device_bytes_max: the most device memory that state may take, in bytes or as "8GB": 12 bytes
+            per parameter, from the first step on. The first parameters whose state fits are stepped
+            on the device, in fp32 whatever `moments` is, and take no host memory. No step waits for
+            them, and none of their updates is deferred. Bits are those of steps in host memory with
+            fp32 moments, and state dicts are alike. Not with `accumulate="host"`, a volume that
+            commits, or DTensor parameters.
         deferred: which updates are applied later, in the background of the steps to come, so that
             no step waits for host memory; None: none is. Forwards in training then read weights
             that lack some updates (see `Deferred`); evaluation, state dicts and every other access
@@ -204,8 +207,8 @@ class OffloadAdamW(AdamW):
         maximize: bool = False,
         seed: int = 0,
         threads: int | None = None,
-        host_bytes_max: int | None = None,
-        device_bytes_max: int = 0,
+        host_bytes_max: int | str | None = None,
+        device_bytes_max: int | str = 0,
         deferred: Deferred | None = None,
         tier: Volume | None = None,
         foreach: bool | None = None,
@@ -214,10 +217,8 @@ class OffloadAdamW(AdamW):
     ) -> None:
         threads = optional(count, threads, "`threads`")
         accumulation_steps = optional(count, accumulation_steps, "`accumulation_steps`")
-        hint = "host_bytes_max=16 << 30"
-        host_bytes_max = optional(nbytes, host_bytes_max, "`host_bytes_max`", hint=hint)
-        hint = "device_bytes_max=16 << 30"
-        device_bytes_max = nbytes(device_bytes_max, "`device_bytes_max`", hint=hint)
+        host_bytes_max = optional(nbytes, host_bytes_max, "`host_bytes_max`")
+        device_bytes_max = nbytes(device_bytes_max, "`device_bytes_max`")
         if accumulate is None:
             accumulate = "host" if weights == "host" else "device"
         if gate is not None:

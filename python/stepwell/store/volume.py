@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from stepwell import _core
 from stepwell._checks import choice, count, counts, flag, optional, positive
+from stepwell._option_names import named_options
 
 __all__ = ["Durability", "Volume"]
 
@@ -25,6 +26,7 @@ _COMMIT_INTERVAL = 8
 _SECONDS_MAX = 1e9
 
 
+@named_options("`Volume`")
 @dataclass(frozen=True)
 class Volume:
     """State of `OffloadAdamW` on drives: `OffloadAdamW(..., tier=Volume(["/mnt/a", "/mnt/b"]))`.
