@@ -31,12 +31,14 @@ from stepwell._budget import GIB
 from stepwell._checks import count, nbytes, optional, positive
 from stepwell._decision import Facts, Nonfinite
 from stepwell._hyper import hyper_of
+from stepwell._notices import tell
 from stepwell._option_names import named_options
 from stepwell._sharding import greatest, is_dtensor, local
 from stepwell.access.gate import remove
 from stepwell.access.guard import clear_grads
 from stepwell.access.writes import wait_for
 from stepwell.offload.options import Accumulate, Place, check_options
+from stepwell.offload.start_line import start_line
 from stepwell.optim import AdamW, Moments
 from stepwell.store.background import Background
 from stepwell.store.gradients import DeviceCollector
@@ -142,10 +144,10 @@ class OffloadAdamW(AdamW):
             on: those of DDP are final after the backward only. Of FSDP2 it counts the backwards
             that reduce gradients, one where `set_requires_gradient_sync(False)` leaves out others.
         nonfinite: what a NaN or an infinity in any gradient does: "skip" the step, count it in
-            `skipped_steps` and warn in the log of `stepwell`; "raise" a ValueError; or "propagate"
-            as in torch. The default is not that of `AdamW`: 16-bit gradients of a long run on an
-            accelerator overflow now and then, and one of them is not to end it. With DTensor
-            parameters all ranks decide together.
+            `skipped_steps` and warn in the log of `stepwell` (the 50th in a row raises); "raise" a
+            ValueError; or "propagate" as in torch. The default is not that of `AdamW`: 16-bit
+            gradients of a long run on an accelerator overflow now and then, and one of them is not
+            to end it. With DTensor parameters all ranks decide together.
         maximize: whether to go up the gradient.
         seed: of the stochastic rounding. Equal seeds give equal bits.
         threads: how many workers of this process may step, at most; all optimizers share them.
@@ -318,6 +320,7 @@ class OffloadAdamW(AdamW):
                 # Nothing else would find them.
                 self._host.weights.let_go()
             raise
+        tell(start_line(self._host, self._residents, self._states, moments))
 
     def _names(self) -> dict[torch.Tensor, str]:
         names = [
@@ -460,6 +463,10 @@ class OffloadAdamW(AdamW):
 
     def _host_side(self, param: torch.Tensor) -> torch.Tensor:
         return self._twins.weight(param) if param in self._twins else param
+
+    def _gradient(self, param: torch.Tensor) -> torch.Tensor | None:
+        is_summed = self._host.sums_on_host and param in self._twins
+        return self._twins.grad(param) if is_summed else param.grad
 
     # ---- state dicts ----
 

@@ -1,0 +1,108 @@
+"""What a run is told by itself: what steps, and what will train nothing. Each is said once."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, MutableMapping
+
+    from torch.optim import Optimizer
+
+__all__ = ["Notices", "has_optimizer", "note_optimizer", "tell"]
+
+_LOGGER = logging.getLogger("stepwell")
+
+_has_optimizer = False
+
+# Who steps a parameter: the optimizer that was made for it last.
+_STEPPED_BY: MutableMapping[torch.Tensor, weakref.ref[Notices]] = WeakIdKeyDictionary()
+
+
+def note_optimizer() -> None:
+    """An optimizer of Stepwell's, or one that steps on its kernels, has come to be."""
+    global _has_optimizer
+    _has_optimizer = True
+
+
+def has_optimizer() -> bool:
+    """Whether `note_optimizer` was called in this process."""
+    return _has_optimizer
+
+
+def tell(line: str) -> None:
+    """Says on the first rank what steps: in the log, or on the standard error where that is unset.
+
+    `logging.getLogger("stepwell").setLevel(logging.WARNING)` silences it.
+    """
+    is_one_of_many = torch.distributed.is_available() and torch.distributed.is_initialized()
+    rank = torch.distributed.get_rank() if is_one_of_many else int(os.environ.get("RANK") or 0)
+    if rank:
+        return
+    if _LOGGER.isEnabledFor(logging.INFO):
+        _LOGGER.info(line)
+    elif _LOGGER.level == logging.NOTSET:
+        sys.stderr.write(f"stepwell: {line}\n")
+
+
+class Notices:
+    """Of one optimizer, what is wrong with how it is used.
+
+    Args:
+        optimizer: what is said of; only its class is kept.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._name = type(optimizer).__name__
+        self._has_rival = False
+        self._is_told_of_no_gradient = False
+
+    def note_params(self, params: Iterable[torch.Tensor]) -> None:
+        """It steps these, too."""
+        mine = weakref.ref(self)
+        for param in params:
+            known = _STEPPED_BY.get(param)
+            other = None if known is None else known()
+            if other is not None:
+                other._has_rival = other is not self
+            _STEPPED_BY[param] = mine
+
+    def note_made(self, params: Iterable[torch.Tensor]) -> None:
+        """It is made, with these."""
+        note_optimizer()
+        if not any(param.requires_grad for param in params):
+            _LOGGER.warning(
+                "no parameter of %s requires a gradient, and steps change nothing until one does. "
+                "hint: requires_grad_() on what is to be trained",
+                self._name,
+            )
+
+    def note_step(self, *, has_updates: bool, has_state: bool) -> None:
+        """A step is taken.
+
+        Args:
+            has_updates: whether any parameter has a gradient.
+            has_state: whether any parameter was stepped before.
+        """
+        if self._has_rival:
+            self._has_rival = False
+            _LOGGER.warning(
+                "%s steps parameters for which another optimizer was made after it: both step "
+                "them. hint: del the one that is not used",
+                self._name,
+            )
+        if not has_updates and not has_state and not self._is_told_of_no_gradient:
+            self._is_told_of_no_gradient = True
+            _LOGGER.warning(
+                "step() of %s is called and no parameter has ever had a gradient: nothing is "
+                "trained. hint: backward() before step(), with a loss of the parameters that the "
+                "optimizer was given",
+                self._name,
+            )
