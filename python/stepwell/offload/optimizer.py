@@ -39,6 +39,7 @@ from stepwell.access.guard import clear_grads
 from stepwell.access.writes import wait_for
 from stepwell.offload.options import Accumulate, Place, check_options
 from stepwell.offload.start_line import start_line
+from stepwell.offload.volume_pointer import check_pointer, is_pointer, pointer_to
 from stepwell.optim import AdamW, Moments
 from stepwell.store.background import Background
 from stepwell.store.gradients import DeviceCollector
@@ -181,6 +182,9 @@ class OffloadAdamW(AdamW):
     Attributes:
         grad_norm: the norm of all gradients of the last step before clipping; None before the
             first.
+        saves_volume: whether state dicts have what a volume has that commits. If not, they commit
+            the last step, and say which it is: no second copy of the state is made. They load into
+            an optimizer that resumes the volume.
 
     Raises:
         ValueError: an option or a parameter that no step could work with, or more memory than there
@@ -188,6 +192,7 @@ class OffloadAdamW(AdamW):
         OSError: the device or the memory cannot be had.
     """
 
+    saves_volume = True
     _has_warned_of_clipping = False
 
     def __init__(
@@ -480,8 +485,12 @@ class OffloadAdamW(AdamW):
     def state_dict(self) -> StateDict:
         """As `stepwell.AdamW.state_dict`, after the last step is complete.
 
-        Its tensors are in host memory.
+        Its tensors are in host memory. See `saves_volume`.
         """
+        swapped = self._host.swapped
+        if swapped is not None and swapped.volume.commits and not self.saves_volume:
+            self.commit()
+            return pointer_to(swapped.volume, self.param_groups)
         self.synchronize()
         self._host.take_fingerprints(self._twins, self._states)
         state_dict = super().state_dict()
@@ -490,7 +499,6 @@ class OffloadAdamW(AdamW):
             for index, param in enumerate(self._in_order()):
                 if param in self._residents and (state := state_dict["state"].get(index)):
                     state_dict["state"][index] = self._residents.as_read(param, state)
-        swapped = self._host.swapped
         if swapped is not None and swapped.volume.commits:
             # All else is read from the volume, and not written by later steps: so are counts of
             # parameters without elements here.
@@ -510,6 +518,23 @@ class OffloadAdamW(AdamW):
             numel = sum(local(param).numel() for param in self._twins)
             _LOGGER.info("%.2f GiB of host memory for decoded moments", 8 * numel / GIB)
         return super().decoded_state_dict()
+
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        """As `stepwell.AdamW.load_state_dict`; also one that points to the volume (`saves_volume`).
+
+        Raises:
+            ValueError: it does not fit, or is of a step that the volume is not at; nothing was
+                changed.
+        """
+        swapped = self._host.swapped
+        if not is_pointer(state_dict):
+            super().load_state_dict(state_dict)
+            return
+        check_pointer(state_dict, None if swapped is None else swapped.volume)
+        groups = [dict(group) for group in state_dict["param_groups"]]
+        self._complete(groups)
+        for live, group in zip(self.param_groups, groups, strict=True):
+            live.update({key: group[key] for key in group.keys() - {"params", "param_names"}})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # After the last step is complete, whether by `load_state_dict` or by a program.

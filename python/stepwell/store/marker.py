@@ -89,8 +89,8 @@ class GradMarker(torch.Tensor):
                     raise ValueError(
                         "a gradient is changed that is in host memory (`accumulate` is `host`), "
                         f"by `{func.__name__}`. hint: clear it by zero_grad() or zero_(); clip by "
-                        "the optimizer's clip_norm (Trainer: stepwell.offload.fold_clipping); for "
-                        "all else accumulate='device'"
+                        "the optimizer's clip_norm (Trainer: stepwell.offload.offload_trainer); "
+                        "for all else accumulate='device'"
                     )
             result = func(*args, **kwargs)
             for marker in changed:
