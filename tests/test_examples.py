@@ -67,5 +67,5 @@ def test_the_example_of_a_volume_goes_on(tmp_path):
     _, first = run("volume", halves, 6)
     ended, second = run("volume", halves, 12)
     assert "from step 6" in ended.stdout
-    assert "resumed from step 6" in ended.stderr
+    assert "volume `example` goes on from step 6" in ended.stderr
     assert first + second == expected

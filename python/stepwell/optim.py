@@ -385,7 +385,7 @@ class Adam(StateDicts):
                 )
             raise ValueError(
                 f"{nonfinite}; nothing was changed. "
-                "hint: lower lr or clip; nonfinite='skip' leaves such steps out"
+                f"hint: {self._cure}; nonfinite='skip' leaves such steps out"
             )
         if outcome is Outcome.SKIP:
             self._count_skipped(nonfinite)
@@ -453,8 +453,8 @@ class Adam(StateDicts):
             raise ValueError(
                 f"`{self._num_skipped_in_a_row}` steps in a row were skipped, and this one too"
                 f"{': ' if nonfinite else ''}{nonfinite}{self._first_nonfinite()}. Nothing is "
-                "trained any more. hint: go on from a checkpoint with a lower lr or with clipping; "
-                "nonfinite='raise' stops at the first"
+                f"trained any more. hint: go on from a checkpoint, {self._cure}; nonfinite='raise' "
+                "stops at the first"
             )
         if not nonfinite:
             _LOGGER.info("skipped a step for a GradScaler (%d so far)", self.skipped_steps)
@@ -464,10 +464,16 @@ class Adam(StateDicts):
         _LOGGER.log(
             logging.WARNING if is_power_of_2 else logging.INFO,
             "skipped a step: %s (%d skipped so far; said again when twice as many are). "
-            "hint: lower lr or clip; nonfinite='raise' stops at the first",
+            "hint: %s; nonfinite='raise' stops at the first",
             nonfinite,
             self.skipped_steps,
+            self._cure,
         )
+
+    @property
+    def _cure(self) -> str:
+        """What to do about gradients that are not finite, and is not done yet."""
+        return "lower lr" if getattr(self, "clip_norm", None) else "lower lr or clip"
 
     def _first_nonfinite(self) -> str:
         """The first parameter that is not finite, or whose gradient is not, to go on a message."""

@@ -145,7 +145,7 @@ def test_state_on_nvme_is_on_a_volume(stage, tmp_path):
         ({"nvme_paths": []}, "`paths` is empty"),
         (
             {"nvme_paths": ["/nonexistent"]},
-            "`/nonexistent`, expected a folder or a block device that exists",
+            "`/nonexistent`, which is not there, expected a folder or a block device",
         ),
         ({"volume": "none"}, "`stepwell.volume` is `none`, expected a block"),
         ({"volume": {"paths": ["/"]}}, "`paths` is no option of the block `stepwell.volume`"),
@@ -200,7 +200,10 @@ def test_a_folder_is_made_where_deepspeed_makes_it(tmp_path):
     assert (found.volume, found.warning) == (Volume([path]), None)
     assert path.is_dir()
     # DeepSpeed cannot go on there either.
-    for path, said in ((None, "without a folder"), ("/proc/none", "`/proc/none`, expected a")):
+    for path, said in (
+        (None, "without a folder"),
+        ("/proc/none", "`/proc/none`, which is not there"),
+    ):
         changed = {"zero_optimization_stage": 3, "zero_offload_optimizer": nvme(path)}
         with pytest.raises(ValueError, match=said):
             planned(Engine(**changed))

@@ -320,7 +320,7 @@ def _tell(case: Case, volume: Volume | None) -> None:
     )
     is_of_many = torch.distributed.is_available() and torch.distributed.is_initialized()
     num_ranks = torch.distributed.get_world_size() if is_of_many else 1
-    place = "host memory" if volume is None else f"host memory and on {len(volume.paths)} drives"
+    place = "host memory" if volume is None else "host memory and on a volume"
     share = "" if num_ranks == 1 else f" on each of {num_ranks} ranks"
     gib = numel * _BYTES_PER_PARAM[moments] / num_ranks / GIB
     tell(

@@ -46,6 +46,5 @@ def start_line(
         parts.append(f"updates wait up to {host.deferred.interval} steps")
     volume = None if host.swapped is None else host.swapped.volume
     if volume is not None and volume.core is not None:
-        what = f"state on volume `{volume.core.name}`"
-        parts.append(f"{what}, resumed from step {volume.core.step}" if volume.counts else what)
+        parts.append(f"state on volume `{volume.core.name}`")
     return ", ".join(parts)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from stepwell import _core, _state
 from stepwell._budget import GIB
+from stepwell._notices import tell
 from stepwell._sharding import local
 from stepwell._tensors import view
 from stepwell.store.places import MASTER, Places, lay_out
@@ -178,6 +179,8 @@ class StateVolume(Generic[_Key]):
         else:
             interval = self.options.steps_per_commit
             self.core = open_together(self.ranks, make, commit_interval=interval)
+        if self.core is not None and self.core.counts is not None:
+            tell(f"volume `{self.core.name}` goes on from step {self.core.step}")
 
     def _made(
         self, identity: str, ram_nbytes: int, rank: int | None, step: int | None, run: int

@@ -102,8 +102,10 @@ class Volume:
         for path in self.paths:
             is_path = isinstance(path, (str, os.PathLike))
             if not is_path or not (Path(path).is_dir() or Path(path).is_block_device()):
+                is_there = is_path and Path(path).exists()
                 raise ValueError(
-                    f"`paths` has `{path}`, expected a folder or a block device that exists"
+                    f"`paths` has `{path}`, which {'is neither' if is_there else 'is not there'}, "
+                    "expected a folder or a block device"
                 )
         self._check_each()
         if self.durability == "none" and (self.keep or self.resume):
