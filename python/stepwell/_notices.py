@@ -9,10 +9,9 @@ import weakref
 from typing import TYPE_CHECKING
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, MutableMapping
+    from collections.abc import Iterable
 
     from torch.optim import Optimizer
 
@@ -22,8 +21,9 @@ _LOGGER = logging.getLogger("stepwell")
 
 _has_optimizer = False
 
-# Who steps a parameter: the optimizer that was made for it last.
-_STEPPED_BY: MutableMapping[torch.Tensor, weakref.ref[Notices]] = WeakIdKeyDictionary()
+# Those of all optimizers that are there. Parameters are known by their ids, which these keep alive:
+# torch does not swap a tensor that is weakly referred to, as `Module.to` does with DTensors.
+_ALL: weakref.WeakSet[Notices] = weakref.WeakSet()
 
 
 def note_optimizer() -> None:
@@ -61,18 +61,18 @@ class Notices:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._name = type(optimizer).__name__
+        self._ids: set[int] = set()
         self._has_rival = False
         self._is_told_of_no_gradient = False
 
     def note_params(self, params: Iterable[torch.Tensor]) -> None:
         """It steps these, too."""
-        mine = weakref.ref(self)
-        for param in params:
-            known = _STEPPED_BY.get(param)
-            other = None if known is None else known()
-            if other is not None:
-                other._has_rival = other is not self
-            _STEPPED_BY[param] = mine
+        ids = set(map(id, params))
+        for other in _ALL:
+            if other is not self and not other._ids.isdisjoint(ids):
+                other._has_rival = True
+        self._ids |= ids
+        _ALL.add(self)
 
     def note_made(self, params: Iterable[torch.Tensor]) -> None:
         """It is made, with these."""
