@@ -21,7 +21,12 @@ _LOGGER = logging.getLogger("stepwell")
 
 _has_optimizer = False
 
-# Those of all optimizers that are there. Parameters are known by their ids, which these keep alive:
+# Of an optimizer for each parameter: the others are in the log alone.
+_LINES_MAX = 10
+
+_num_lines = 0
+
+# Of all optimizers that are there, which keep their parameters alive: these are known by ids here.
 # torch does not swap a tensor that is weakly referred to, as `Module.to` does with DTensors.
 _ALL: weakref.WeakSet[Notices] = weakref.WeakSet()
 
@@ -40,15 +45,17 @@ def has_optimizer() -> bool:
 def tell(line: str) -> None:
     """Says on the first rank what steps: in the log, or on the standard error where that is unset.
 
-    `logging.getLogger("stepwell").setLevel(logging.WARNING)` silences it.
+    At most ten lines. `logging.getLogger("stepwell").setLevel(logging.WARNING)` silences it.
     """
+    global _num_lines
     is_one_of_many = torch.distributed.is_available() and torch.distributed.is_initialized()
     rank = torch.distributed.get_rank() if is_one_of_many else int(os.environ.get("RANK") or 0)
     if rank:
         return
     if _LOGGER.isEnabledFor(logging.INFO):
         _LOGGER.info(line)
-    elif _LOGGER.level == logging.NOTSET:
+    elif _LOGGER.level == logging.NOTSET and _num_lines < _LINES_MAX:
+        _num_lines += 1
         sys.stderr.write(f"stepwell: {line}\n")
 
 

@@ -366,6 +366,11 @@ def test_a_run_whose_loss_scale_has_fallen_to_nothing_ends():
 # ---- the line at the start ----
 
 
+@pytest.fixture(autouse=True)
+def no_line_is_told_yet(monkeypatch):
+    monkeypatch.setattr("stepwell._notices._num_lines", 0)
+
+
 def lines(capsys):
     return [line for line in capsys.readouterr().err.splitlines() if line.startswith("stepwell: ")]
 
@@ -380,6 +385,11 @@ def test_a_run_begins_with_a_line_that_says_what_steps(capsys, caplog, monkeypat
     saved = copy.deepcopy(optimizer.state_dict())
     stepwell.OffloadAdamW(torch.nn.Linear(300, 40)).load_state_dict(saved)
     assert "from step 1 of a state dict; its q8 moments become fp32" in lines(capsys)[1]
+    # Of one for each parameter not all are told of.
+    for _ in range(12):
+        stepwell.OffloadAdamW(torch.nn.Linear(3, 4))
+    assert len(lines(capsys)) < 10
+    monkeypatch.setattr("stepwell._notices._num_lines", 0)
     # Other ranks say nothing, and so does a program that wants it so.
     monkeypatch.setenv("RANK", "1")
     stepwell.OffloadAdamW(torch.nn.Linear(3, 4))
