@@ -159,7 +159,8 @@ def _stand_alone() -> None:
     ask: Callable[..., None] = module.mpi_discovery
 
     def mpi_discovery(*args: Any, **kwargs: Any) -> None:
-        if any(name in os.environ for name in _SIZES_OF_MPI):
+        is_of_slurm = os.environ.get("SLURM_STEP_NUM_TASKS", "1") != "1"
+        if is_of_slurm or any(name in os.environ for name in _SIZES_OF_MPI):
             ask(*args, **kwargs)
             return
         with socket.socket() as free:
