@@ -40,7 +40,7 @@ def test_what_a_page_points_to_is_there(page):
     local = [link for link in links if link and "://" not in link]
     assert [link for link in local if not (page.parent / link).exists()] == []
     paths = re.findall(r"`((?:[a-z_0-9]+/)+(?:[a-z_0-9]+\.[a-z]+)?)`", text)
-    known = ("rust", "python", "tests", "docs", "benches")
+    known = ("rust", "python", "tests", "docs", "benches", "examples")
     known += ("offload", "weights", "deepspeed", "adam", "state")
     for path in paths:
         if path.startswith(known):

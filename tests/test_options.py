@@ -10,7 +10,7 @@ import torch
 from stepwell.deepspeed.options import Options
 
 NO_COUNTS = [0, -1, 1.5, math.nan, "x", True, 1 << 64, [1]]
-NO_BYTES = [-1, 1.5, 1e9, math.nan, "1 GB", True, 1 << 64]
+NO_BYTES = [-1, 1.5, 1e9, math.nan, "1 G", "-1GB", "GB", "99999999TB", True, 1 << 64]
 NO_FLAGS = ["yes", 1, None, 0.0]
 NO_CHOICES = ["x", 1, None, ["module"]]
 
@@ -136,3 +136,70 @@ def test_numbers_of_numpy_are_taken_as_torch_takes_them():
         lr=True,
     )
     assert (type(optimizer.clip_norm), optimizer.clip_norm) == (float, 1.5)
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [("40GB", 40 * 10**9), ("1.5 GiB", 3 << 29), ("512MB", 512 * 10**6), ("2TiB", 2 << 40)],
+)
+def test_sizes_have_units(text, nbytes):
+    assert Options(host_bytes_max=text).host_bytes_max == nbytes
+    with pytest.raises(ValueError, match=r"take `\d+` bytes of host memory, `1000000` are left"):
+        stepwell.OffloadAdamW([torch.nn.Parameter(torch.zeros(1 << 20))], host_bytes_max="1MB")
+
+
+UNKNOWN = [
+    (offload, "clip_nrom", "did you mean `clip_norm`"),
+    (offload, "max_grad_norm", "did you mean `clip_norm`"),
+    (offload, "learning_rate", "did you mean `lr`"),
+    (offload, "amsgrad", r"torch.optim.AdamW\(amsgrad=True\)"),
+    (offload, "interval", "an option of `Deferred`"),
+    (offload, "durability", "an option of `Volume`"),
+    (offload, "something", "expected one of params, lr, "),
+    (adamw, "max_grad_norm", "`clip_norm` is an option of `OffloadAdamW`"),
+    (adamw, "tier", "an option of `OffloadAdamW`"),
+    (adam, "wd", "did you mean `weight_decay`"),
+    (volume, "stripe_byte", "did you mean `stripe_bytes`"),
+    (volume, "moments", "an option of `Adam` and `AdamW` and `OffloadAdamW`"),
+    (stepwell.Deferred, "intervall", "did you mean `interval`"),
+    (stepwell.Deferred, "clip_norm", "an option of `OffloadAdamW`"),
+    (Options, "nvme_path", "did you mean `nvme_paths`"),
+]
+
+
+@pytest.mark.parametrize(
+    ("make", "option", "hint"), UNKNOWN, ids=lambda value: getattr(value, "__name__", str(value))
+)
+def test_an_unknown_option_is_refused_with_what_is_meant(make, option, hint):
+    with pytest.raises(TypeError, match=rf"^`{option}` is no option of (.|\n)*{hint}"):
+        make(**{option: True})
+
+
+@pytest.mark.parametrize("make", [stepwell.AdamW, stepwell.OffloadAdamW])
+def test_keys_of_a_group_that_would_do_nothing_are_refused(make):
+    class Own(make):
+        """Whose options are those of the class above it."""
+
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+
+    def group(**keys):
+        return [{"params": [torch.nn.Parameter(torch.zeros(3))], **keys}]
+
+    for key, said in {
+        "weight_decy": "did you mean `weight_decay`",
+        "learning_rate": "did you mean `lr`",
+        "moments": "expected for the optimizer as a whole",
+        "clip_norm": "as a whole|an option of `OffloadAdamW`",
+        "max_grad_norm": "did you mean `clip_norm`|`clip_norm` is an option of `OffloadAdamW`",
+    }.items():
+        with pytest.raises(
+            ValueError, match=rf"^`{key}` is set for a parameter group(.|\n)*{said}"
+        ):
+            Own(group(**{key: 1.0}))
+    # A program's own.
+    keys = {"name": "norms", "lr_scale": 0.5, "no_weight_decay": True, "initial_lr": 1e-3}
+    optimizer = Own(group(weight_decay=0.5, **keys))
+    assert optimizer.param_groups[0].items() >= {"weight_decay": 0.5, **keys}.items()
+    # Groups of another optimizer, with all its keys.
+    stepwell.AdamW(optimizer.param_groups)

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 import torch
 
+from stepwell._quantities import nbytes_of
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
@@ -82,12 +84,16 @@ def counts(values: object, what: str, *, most: int = COUNT_MAX, hint: str = "") 
     return [count(value, f"an entry of {what}", most=most, hint=hint) for value in values]
 
 
-def nbytes(value: object, what: str, *, hint: str = "") -> int:
-    """A number of bytes, 0 or more."""
-    found = integer(value, what, expected="bytes, an integer, 0 or more", hint=hint)
+def nbytes(value: object, what: str) -> int:
+    """A number of bytes, 0 or more, or a text with a unit: "40GB", "1.5 GiB"."""
+    if isinstance(value, str):
+        found = nbytes_of(value, what)
+    else:
+        expected = "bytes, an integer, 0 or more; or a text with a unit, as '40GB'"
+        found = integer(value, what, expected=expected)
     if 0 <= found <= COUNT_MAX:
         return found
-    raise _refused(value, what, f"bytes, 0 to {COUNT_MAX}", hint)
+    raise _refused(value, what, f"bytes, 0 to {COUNT_MAX}", "")
 
 
 def number(value: object, what: str) -> float:

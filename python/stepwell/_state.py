@@ -36,6 +36,7 @@ __all__ = [
     "make_dense",
     "master_of",
     "moments_nbytes",
+    "moments_of",
     "nbytes",
     "nbytes_of",
     "new",
@@ -419,6 +420,13 @@ def _codec_of_codes(state: State) -> str | None:
         if all(part.name in state and part.name != "exp_avg" for part in parts):
             return codec
     return None
+
+
+def moments_of(state: State) -> str | None:
+    """How the moments of loaded state are held, where that is one of ours."""
+    parts = _float_parts(state)
+    floats = (codec for codec, known in _MOMENTS.items() if known == parts)
+    return _codec_of_codes(state) or next(floats, None)
 
 
 def decode(param: torch.Tensor, state: State) -> State:

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from stepwell import _core, _state
 from stepwell._hyper import hyper_of
+from stepwell._notices import tell
 from stepwell._tensors import check_param, ordinary_tensors
 
 if TYPE_CHECKING:
@@ -162,12 +163,19 @@ class StateDicts(Optimizer):
             dict,
             {key: _unshielded(value) for key, value in loaded.items() if key not in labels},
         )
+        held: set[str] = set()
         for index, (param, seed) in enumerate(params):
             source = _unshielded(loaded.get(param, {}))
             if source:
+                held.add(_state.moments_of(source) or "other")
                 key = _state.key_of(seed, index, param)
                 label = labels.get(param, "a parameter")
                 converted[param] = self._converted(param, source, key, label)
+        if held:
+            steps = max(_state.step_of(state, lambda: "loaded") for state in converted.values())
+            others = sorted(held - {self._moments})
+            changed = f"; its {', '.join(others)} moments become {self._moments}" if others else ""
+            tell(f"{type(self).__name__} goes on from step {steps} of a state dict{changed}")
         return converted
 
     def _converted(

@@ -14,6 +14,8 @@ from stepwell._binding import Rounding
 from stepwell._checks import choice
 from stepwell._decision import NONFINITE, Facts, Nonfinite, Outcome, decide
 from stepwell._hyper import Hyper, hyper_of
+from stepwell._notices import Notices
+from stepwell._option_names import check_group_keys, named_options
 from stepwell._sharding import greatest, local, meshes, parted
 from stepwell._spans import Spans
 from stepwell._state_dict import StateDicts
@@ -32,9 +34,13 @@ Moments: TypeAlias = Literal["fp32", "bf16", "q8"]
 
 _LOGGER = logging.getLogger(__name__)
 
+# A GradScaler's first scale of 65,536 is 1e-10 after as many: it looks for no other any more.
+_SKIPPED_IN_A_ROW_MAX = 50
+
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
+@named_options("`Adam`")
 class Adam(StateDicts):
     """Adam over parameters in host memory, stepped by the Rust core.
 
@@ -67,10 +73,9 @@ class Adam(StateDicts):
             rounded stochastically) or "q8" (2.1, 8-bit codes with a scale per group, rounded
             stochastically).
         nonfinite: what a NaN or an infinity in any gradient does: "raise" a ValueError, "skip" the
-            step, count it in `skipped_steps` and warn in the log of `stepwell`, or "propagate" as
-            in torch, which saves reading
-            the gradients once more. With DTensor parameters every rank does as the rank that found
-            it.
+            step, count it in `skipped_steps` and warn in the log of `stepwell` (the 50th in a row
+            raises), or "propagate" as in torch, which saves reading the gradients once more. With
+            DTensor parameters every rank does as the rank that found it.
         seed: of the stochastic rounding. Equal seeds give equal bits.
         foreach: accepted for torch's sake, without effect: there is one implementation.
         fused: likewise.
@@ -88,7 +93,9 @@ class Adam(StateDicts):
     _step_supports_amp_scaling = True
 
     _hypers: list[Hyper]
+    _notices: Notices
     _meshes: list[DeviceMesh] | None
+    _num_skipped_in_a_row = 0
     _num_skipped_here = 0  # by this object: a loaded `skipped_steps` counts others' as well
 
     def __init__(
@@ -135,7 +142,9 @@ class Adam(StateDicts):
             "state_format": _core.STATE_FORMAT,
         }
         hyper_of(defaults, "the optimizer")
+        self._notices = Notices(self)
         super().__init__(params, defaults)
+        self._notices.note_made(param for group in self.param_groups for param in group["params"])
 
     # ---- parameters and their groups ----
 
@@ -147,11 +156,8 @@ class Adam(StateDicts):
             ValueError: an option or a parameter of the group that no step could work with; the
                 group is not added.
         """
-        for key in ("moments", "nonfinite"):
-            if key in param_group:
-                raise ValueError(
-                    f"`{key}` is set for a parameter group, expected for the optimizer as a whole"
-                )
+        if isinstance(param_group, dict):
+            check_group_keys(param_group, {"params", "param_names", *self.defaults}, self)
         super().add_param_group(param_group)
         try:
             hyper_of(param_group, f"group {len(self.param_groups) - 1}")
@@ -161,6 +167,7 @@ class Adam(StateDicts):
         except BaseException:
             self.param_groups.pop()
             raise
+        self._notices.note_params(param_group["params"])
         self._meshes = None
 
     def _admit(self, params: list[torch.Tensor]) -> None:
@@ -201,6 +208,8 @@ class Adam(StateDicts):
     def _look_anew(self) -> None:
         """Has the next step look at every parameter, and at all state, as if it were the first."""
         self._spans_in_memory = Spans(self._moments)
+        # Of one that was unpickled as well.
+        self.__dict__.setdefault("_notices", Notices(self))
         # What steps have made and no step has put into `state` yet.
         self._new_states: dict[torch.Tensor, _state.State] = {}
         self._meshes = None
@@ -376,13 +385,17 @@ class Adam(StateDicts):
                 )
             raise ValueError(
                 f"{nonfinite}; nothing was changed. "
-                "hint: lower lr or clip; nonfinite='skip' leaves such steps out"
+                f"hint: {self._cure}; nonfinite='skip' leaves such steps out"
             )
         if outcome is Outcome.SKIP:
             self._count_skipped(nonfinite)
         elif outcome is Outcome.MAKE_STATE:
             self.__dict__["state"].update(self._new_states)
             self._new_states = {}
+        else:
+            self._num_skipped_in_a_row = 0
+            has_state = bool(self.__dict__["state"])
+            self._notices.note_step(has_updates=has_updates, has_state=has_state)
         return outcome is Outcome.STEP and has_updates
 
     def _scaler_found_inf(self) -> bool:
@@ -435,6 +448,14 @@ class Adam(StateDicts):
         """
         for group in self.param_groups:
             group["skipped_steps"] += 1
+        self._num_skipped_in_a_row += 1
+        if self._num_skipped_in_a_row >= _SKIPPED_IN_A_ROW_MAX:
+            raise ValueError(
+                f"`{self._num_skipped_in_a_row}` steps in a row were skipped, and this one too"
+                f"{': ' if nonfinite else ''}{nonfinite}{self._first_nonfinite()}. Nothing is "
+                f"trained any more. hint: go on from a checkpoint, {self._cure}; nonfinite='raise' "
+                "stops at the first"
+            )
         if not nonfinite:
             _LOGGER.info("skipped a step for a GradScaler (%d so far)", self.skipped_steps)
             return
@@ -443,14 +464,34 @@ class Adam(StateDicts):
         _LOGGER.log(
             logging.WARNING if is_power_of_2 else logging.INFO,
             "skipped a step: %s (%d skipped so far; said again when twice as many are). "
-            "hint: lower lr or clip; nonfinite='raise' stops at the first",
+            "hint: %s; nonfinite='raise' stops at the first",
             nonfinite,
             self.skipped_steps,
+            self._cure,
         )
+
+    @property
+    def _cure(self) -> str:
+        """What to do about gradients that are not finite, and is not done yet."""
+        return "lower lr" if getattr(self, "clip_norm", None) else "lower lr or clip"
+
+    def _first_nonfinite(self) -> str:
+        """The first parameter that is not finite, or whose gradient is not, to go on a message."""
+        for param, label in self._labelled():
+            grad = self._gradient(param)
+            if not local(self._host_side(param)).isfinite().all():
+                return f"; {label} is not finite"
+            if grad is not None and not local(grad).isfinite().all():
+                return f"; the gradient of {label} is not finite"
+        return ""
 
     def _host_side(self, param: torch.Tensor) -> torch.Tensor:
         """The tensor in host memory that stands for `param` in a step: `param` itself."""
         return param
+
+    def _gradient(self, param: torch.Tensor) -> torch.Tensor | None:
+        """The gradient of `param` in the coming step, wherever it is."""
+        return param.grad
 
 
 def _is_0(lr: Any) -> bool:
@@ -461,6 +502,7 @@ def _is_0(lr: Any) -> bool:
         return False
 
 
+@named_options("`AdamW`")
 class AdamW(Adam):
     """AdamW over parameters in host memory.
 

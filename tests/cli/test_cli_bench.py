@@ -1,6 +1,7 @@
 """`stepwell bench offload`: at sizes where nothing is learned about speed."""
 
 import json
+import re
 
 import fork_server
 import pytest
@@ -21,9 +22,15 @@ def invoke(*arguments):
     return CliRunner().invoke(app, arguments)
 
 
+def test_the_help_begins_with_what_people_use():
+    text = invoke("bench", "offload", "--help").output
+    first = re.findall(r"--[a-z-]+", text.partition("Options")[2])[:5]
+    assert first == ["--size", "--sequence-length", "--micro-batch", "--accumulation", "--case"]
+    assert text.index("resident=0.5") > text.index("--out")
+
+
 def test_offload_is_held_against_the_bound(tmp_path):
     pytest.importorskip("transformers")
-    # A width of its own: what a piped table is cut to must not hide a column.
     ended = stepwell(
         *(
             "bench",

@@ -93,7 +93,36 @@ def test_a_program_sees_what_python_shows_it(tmp_path, arguments):
         (package / name).write_text(SHOW)
     ours = stepwell("run", *arguments, cwd=tmp_path)
     python = execute(sys.executable, *arguments, cwd=tmp_path)
-    assert (ours.returncode, ours.stderr, ours.stdout) == (0, "", python.stdout)
+    assert (ours.returncode, ours.stdout) == (0, python.stdout)
+    (line,) = ours.stderr.splitlines()
+    assert "no optimizer on Stepwell came to be" in line
+
+
+ALONE = """
+import deepspeed, torch
+model = torch.nn.Linear(4, 4)
+config = {
+    "train_micro_batch_size_per_gpu": 1,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    "bf16": {"enabled": True},
+    "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+}
+engine, *_ = deepspeed.initialize(model=model, config=config)
+engine.backward(engine(torch.ones(1, 4, dtype=torch.bfloat16)).sum())
+engine.step()
+print("ON ENGINE", engine.stepwell_plan.is_on_engine)
+"""
+
+
+@pytest.mark.slow
+def test_one_process_needs_no_launcher_and_says_what_steps(tmp_path):
+    (tmp_path / "alone.py").write_text(ALONE)
+    ours = stepwell("run", "alone.py", cwd=tmp_path, DS_ACCELERATOR="cpu")
+    assert ours.returncode == 0, ours.stderr
+    assert "ON ENGINE True" in ours.stdout
+    (line,) = [line for line in ours.stderr.splitlines() if line.startswith("stepwell: ")]
+    assert "ZeRO-2 on the offload engine, 20 parameters" in line
+    assert "in host memory, fp32 moments, about 0.00 GiB" in line
 
 
 @pytest.mark.parametrize(
@@ -120,8 +149,8 @@ def test_a_script_ends_as_under_python(tmp_path, ending):
 def test_what_cannot_be_run_is_refused(tmp_path):
     ours = stepwell("run", "absent.py", cwd=tmp_path)
     assert ours.returncode == 2
-    assert "`absent.py` is not a file" in ours.stderr
-    assert "hint:" in ours.stderr
+    # Without a terminal nothing is wrapped.
+    assert "`absent.py` is not a file. hint: a module is run by `stepwell run -m" in ours.stderr
 
 
 @pytest.mark.slow

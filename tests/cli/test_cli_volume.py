@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -50,7 +51,9 @@ def test_a_volume_in_use_is_listed_and_left_alone(folders):
         assert "is used by" in text
     del optimizer
     gc.collect()
-    assert "not in use" in run("ls", *folders)[1]
+    text = run("ls", *folders)[1]
+    assert "not in use" in text
+    assert re.search(r"last written \d{4}-\d\d-\d\d \d\d:\d\d UTC", text)
 
 
 def test_whole_and_damaged_volumes(folders):

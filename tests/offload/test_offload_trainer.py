@@ -3,6 +3,7 @@
 Its clipping and its logged norm, accumulation, bf16, and exact resumption.
 """
 
+import gc
 import types
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from insides import forwards_wait
 from offload_cases import loss_of, pair
 from optim_cases import bits
-from stepwell.offload import fold_clipping
+from stepwell.offload import offload_trainer
 
 transformers = pytest.importorskip("transformers")
 
@@ -82,7 +83,7 @@ def trainer_of(
         optimizers=(optimizer, None),
     )
     if folded and kind is stepwell.OffloadAdamW:
-        fold_clipping(trainer)
+        offload_trainer(trainer)
     return trainer, optimizer
 
 
@@ -183,8 +184,11 @@ def test_evaluates_and_saves_what_was_stepped(tmp_path):
 
 def test_other_optimizers_are_refused(tmp_path):
     trainer, _ = trainer_of(tmp_path, stepwell.AdamW)
-    with pytest.raises(ValueError, match=r"`AdamW`, expected OffloadAdamW(.|\n)*hint"):
-        fold_clipping(trainer)
+    with pytest.raises(ValueError, match=r"`AdamW`, expected none(.|\n)*hint"):
+        offload_trainer(trainer)
+    trainer, _ = trainer_of(tmp_path)
+    with pytest.raises(ValueError, match="`moments` are given for another"):
+        offload_trainer(trainer, moments="q8")
 
 
 OTHERS = {
@@ -204,7 +208,9 @@ def test_what_the_step_cannot_do_is_left_to_the_trainer(which):
         return torch.tensor(7.0)
 
     accelerator = types.SimpleNamespace(clip_grad_norm_=clip, scaler=None)
-    fold_clipping(types.SimpleNamespace(optimizer=optimizer, accelerator=accelerator))
+    args = types.SimpleNamespace(world_size=1)
+    trainer = types.SimpleNamespace(optimizer=optimizer, accelerator=accelerator, args=args)
+    offload_trainer(trainer)
     params, norms = list(net.parameters()), []
     for step in range(2):
         optimizer.zero_grad()
@@ -223,3 +229,103 @@ def test_what_the_step_cannot_do_is_left_to_the_trainer(which):
     expected = (len(params) - (which == "parameters"), 0.5, 1.0 if which == "norm" else 2.0)
     assert clipped == [expected]
     assert optimizer.clip_norm is None
+
+
+# ---- made by it, in one line ----
+
+
+ARGUMENTS = {
+    "max_steps": STEPS,
+    "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 2,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "learning_rate": 3e-3,
+    "adam_beta1": 0.8,
+    "adam_beta2": 0.95,
+    "adam_epsilon": 1e-6,
+    "weight_decay": 0.3,
+    "max_grad_norm": 0.5,
+    "use_cpu": True,
+    "report_to": [],
+    "disable_tqdm": True,
+    "dataloader_pin_memory": False,
+    "seed": 3,
+}
+
+
+def plain_trainer(folder, kind=transformers.Trainer, **arguments):
+    args = transformers.TrainingArguments(output_dir=str(folder), **ARGUMENTS | arguments)
+    return kind(model=llama(torch.float32), args=args, train_dataset=Tokens())
+
+
+class GroupsOfItsOwn(transformers.Trainer):
+    """As trainers of other libraries are."""
+
+    def get_decay_parameter_names(self, model):
+        return [name for name in super().get_decay_parameter_names(model) if "mlp" in name]
+
+
+@pytest.mark.parametrize("kind", [transformers.Trainer, GroupsOfItsOwn])
+def test_it_trains_as_trainer_does_by_its_arguments(tmp_path, kind):
+    theirs = plain_trainer(tmp_path, kind, optim="adamw_torch")
+    theirs.train()
+    ours = plain_trainer(tmp_path, kind)
+    offload_trainer(ours)
+    ours.train()
+    optimizer = ours.optimizer.optimizer
+    assert isinstance(optimizer, stepwell.OffloadAdamW)
+    assert forwards_wait(optimizer)
+    assert optimizer.clip_norm == 0.5
+    for own, other in zip(optimizer.param_groups, theirs.optimizer.param_groups, strict=True):
+        for name in ("lr", "betas", "eps", "weight_decay"):
+            assert own[name] == other[name], name
+        assert len(own["params"]) == len(other["params"])
+    assert logged(ours, "loss") == pytest.approx(logged(theirs, "loss"), rel=1e-5)
+    assert logged(ours, "grad_norm") == pytest.approx(logged(theirs, "grad_norm"), rel=1e-4)
+    for one, other in zip(ours.model.parameters(), theirs.model.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+def test_a_checkpoint_points_to_the_volume_and_is_gone_on_from(tmp_path, caplog):
+    def trained(folder, steps=STEPS, since=None, **options):
+        """The weights after `steps`, of a run that ends then."""
+        volume = tmp_path / f"drive-{folder}"
+        volume.mkdir(exist_ok=True)
+        trainer = plain_trainer(
+            tmp_path / folder,
+            max_steps=steps,
+            save_strategy="steps",
+            save_steps=3,
+            lr_scheduler_type="constant",
+        )
+        tier = stepwell.Volume([volume], name="run", resume=True, commit_interval=3)
+        offload_trainer(trainer, tier=tier, **options)
+        checkpoint = since and str(tmp_path / since)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        trainer.optimizer.optimizer.synchronize()
+        assert trainer.optimizer.optimizer.committed_steps == steps
+        weights = params_of(trainer)
+        del trainer
+        gc.collect()
+        return weights
+
+    expected = trained("whole")
+    trained("parts", steps=3)
+    saved = torch.load(tmp_path / "parts" / "checkpoint-3" / "optimizer.pt", weights_only=True)
+    assert saved["volume"] == {"name": "run", "step": 3}
+    assert not saved["state"]
+    assert all(map(torch.equal, trained("parts", since="parts/checkpoint-3"), expected))
+    assert "which has gone on" not in caplog.text
+    # The volume has gone on since the checkpoint.
+    with pytest.raises(AssertionError):
+        trained("parts", since="parts/checkpoint-3")
+    assert "of step 3 of volume `run`, which has gone on to step 6" in caplog.text
+    # Without that volume there is no state.
+    with pytest.raises(ValueError, match=r"of step `3` of volume `run`(.|\n)*resume=True"):
+        trained("other", since="parts/checkpoint-3")
+    # Asked for, it is in the file.
+    trained("asked", saves_volume=True)
+    asked = torch.load(tmp_path / "asked" / "checkpoint-3" / "optimizer.pt", weights_only=True)
+    assert "volume" not in asked
+    assert asked["state"]

@@ -276,3 +276,129 @@ def test_compiled_function_that_steps(cls):
         return [run(torch.ones(2, 4)).item() for _ in range(4)]
 
     assert losses(compiled=True) == losses(compiled=False)
+
+
+# ---- what trains nothing is said once ----
+
+
+def said(caplog, words):
+    return sum(words in record.getMessage() for record in caplog.records)
+
+
+@pytest.mark.parametrize("cls", [stepwell.AdamW, stepwell.OffloadAdamW])
+def test_a_model_that_is_frozen_is_warned_of(cls, caplog):
+    param = torch.nn.Parameter(torch.ones(3), requires_grad=False)
+    optimizer = cls([param])
+    assert said(caplog, "requires a gradient") == 1
+    param.requires_grad_()
+    param.grad = torch.ones(3)
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.step()
+    assert said(caplog, "has ever had a gradient") == 0
+
+
+@pytest.mark.parametrize("cls", [stepwell.AdamW, stepwell.OffloadAdamW])
+def test_steps_without_any_gradient_are_warned_of(cls, caplog):
+    optimizer = cls([torch.nn.Parameter(torch.ones(3))])
+    for _ in range(3):
+        optimizer.step()
+    assert said(caplog, "has ever had a gradient") == 1
+
+
+@pytest.mark.parametrize("cls", [stepwell.AdamW, stepwell.OffloadAdamW])
+def test_two_optimizers_that_step_one_parameter_are_warned_of(cls, caplog):
+    param = torch.nn.Parameter(torch.ones(3))
+    first = cls([param])
+    # One that is made anew, as in a notebook.
+    second = cls([param])
+    for _ in range(2):
+        param.grad = torch.ones(3)
+        second.step()
+    assert said(caplog, "both step") == 0
+    for _ in range(2):
+        first.step()
+        second.step()
+    assert said(caplog, "both step") == 1
+
+
+@pytest.mark.parametrize("cls", [stepwell.AdamW, stepwell.OffloadAdamW])
+@pytest.mark.parametrize("options", [{}, {"accumulate": "host"}], ids=["device", "host"])
+def test_a_run_of_nothing_but_nan_ends(cls, options):
+    if cls is stepwell.AdamW and options:
+        pytest.skip("sums are where gradients are")
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 1))
+    optimizer = cls(model.named_parameters(), nonfinite="skip", **options)
+
+    def step(factor):
+        optimizer.zero_grad()
+        (model(torch.ones(1, 3)).sum() * factor).backward()
+        optimizer.step()
+
+    for _ in range(49):
+        step(float("nan"))
+    step(1)
+    for _ in range(49):
+        step(float("nan"))
+    with pytest.raises(ValueError, match=r"`50` steps in a row(.|\n)*parameter `0.weight`"):
+        step(float("nan"))
+    assert optimizer.skipped_steps == 99
+
+
+def test_a_run_whose_loss_scale_has_fallen_to_nothing_ends():
+    param = torch.nn.Parameter(torch.ones(3))
+    optimizer = stepwell.AdamW([("weight", param)])
+    scaler = torch.amp.GradScaler("cpu")
+
+    def step():
+        scaler.scale(param.sum() * float("inf")).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+    for _ in range(49):
+        step()
+    assert scaler.get_scale() < 1e-9
+    with pytest.raises(ValueError, match=r"`50` steps in a row(.|\n)*gradient of .*`weight`"):
+        step()
+
+
+# ---- the line at the start ----
+
+
+@pytest.fixture(autouse=True)
+def no_line_is_told_yet(monkeypatch):
+    monkeypatch.setattr("stepwell._notices._num_lines", 0)
+
+
+def lines(capsys):
+    return [line for line in capsys.readouterr().err.splitlines() if line.startswith("stepwell: ")]
+
+
+def test_a_run_begins_with_a_line_that_says_what_steps(capsys, caplog, monkeypatch):
+    model = torch.nn.Linear(300, 40)
+    optimizer = stepwell.OffloadAdamW(model, moments="q8")
+    (line,) = lines(capsys)
+    assert "steps 12,040 parameters on the host, q8 moments, 0.00 GiB of host memory" in line
+    model(torch.ones(300)).sum().backward()
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    stepwell.OffloadAdamW(torch.nn.Linear(300, 40)).load_state_dict(saved)
+    assert "from step 1 of a state dict; its q8 moments become fp32" in lines(capsys)[1]
+    # Of one for each parameter not all are told of.
+    for _ in range(12):
+        stepwell.OffloadAdamW(torch.nn.Linear(3, 4))
+    assert len(lines(capsys)) < 10
+    monkeypatch.setattr("stepwell._notices._num_lines", 0)
+    # Other ranks say nothing, and so does a program that wants it so.
+    monkeypatch.setenv("RANK", "1")
+    stepwell.OffloadAdamW(torch.nn.Linear(3, 4))
+    monkeypatch.delenv("RANK")
+    caplog.set_level(logging.WARNING, logger="stepwell")
+    stepwell.OffloadAdamW(torch.nn.Linear(3, 4))
+    assert not lines(capsys)
+    # One that has a log has it there.
+    caplog.set_level(logging.INFO, logger="stepwell")
+    stepwell.OffloadAdamW(torch.nn.Linear(3, 4))
+    assert "steps 16 parameters on the host" in caplog.text
+    assert not lines(capsys)

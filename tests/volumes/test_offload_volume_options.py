@@ -17,7 +17,7 @@ from volume_models import files, folders, net_of, on_volume
     [
         ({"paths": "/tmp"}, "a list of folders"),
         ({"paths": []}, "is empty"),
-        ({"paths": ["/nowhere"]}, "a folder or a block device that exists"),
+        ({"paths": ["/nowhere"]}, "which is not there, expected a folder or a block device"),
         ({"paths": ["/tmp"], "durability": "full"}, "one of commit, none"),
         ({"paths": ["/tmp"], "durability": "none", "keep": True}, "`keep` is .*expected commit"),
         (
@@ -64,7 +64,7 @@ def test_options_of_a_volume_are_taken(tmp_path, monkeypatch):
     # A folder, or a device.
     monkeypatch.setattr(Path, "is_block_device", lambda path: path.name == "device")
     assert stepwell.Volume([tmp_path / "device"]).paths == [tmp_path / "device"]
-    with pytest.raises(ValueError, match="a folder or a block device that exists"):
+    with pytest.raises(ValueError, match="which is not there, expected a folder or a block device"):
         stepwell.Volume([tmp_path / "other"])
 
 

@@ -145,10 +145,11 @@ def test_state_on_nvme_is_on_a_volume(stage, tmp_path):
         ({"nvme_paths": []}, "`paths` is empty"),
         (
             {"nvme_paths": ["/nonexistent"]},
-            "`/nonexistent`, expected a folder or a block device that exists",
+            "`/nonexistent`, which is not there, expected a folder or a block device",
         ),
         ({"volume": "none"}, "`stepwell.volume` is `none`, expected a block"),
-        ({"volume": {"paths": ["/"], "kept": 1}}, "`kept, paths` in the block `stepwell.volume`"),
+        ({"volume": {"paths": ["/"]}}, "`paths` is no option of the block `stepwell.volume`"),
+        ({"volume": {"kepp": True}}, "did you mean `keep`?"),
         ({"volume": {"durability": "some"}}, "`durability` is `some`"),
     ],
 )
@@ -199,7 +200,10 @@ def test_a_folder_is_made_where_deepspeed_makes_it(tmp_path):
     assert (found.volume, found.warning) == (Volume([path]), None)
     assert path.is_dir()
     # DeepSpeed cannot go on there either.
-    for path, said in ((None, "without a folder"), ("/proc/none", "`/proc/none`, expected a")):
+    for path, said in (
+        (None, "without a folder"),
+        ("/proc/none", "`/proc/none`, which is not there"),
+    ):
         changed = {"zero_optimization_stage": 3, "zero_offload_optimizer": nvme(path)}
         with pytest.raises(ValueError, match=said):
             planned(Engine(**changed))
@@ -299,7 +303,8 @@ def test_moments_are_the_optimizer_s():
     ("block", "said"),
     [
         ([], r"`stepwell` is `\[\]`, expected a block(.|\n)*hint"),
-        ({"b": 1, "a": 2, "gate": "step"}, "`a, b` in the block `stepwell`"),
+        ({"gatte": "step"}, "`gatte` is no option of the block `stepwell`(.|\\n)*mean `gate`"),
+        ({"clip_norm": 1.0}, "`clip_norm` is no option of (.|\\n)*an option of `OffloadAdamW`"),
     ],
 )
 def test_a_block_that_cannot_be_understood_is_refused(block, said):

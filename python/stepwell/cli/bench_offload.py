@@ -6,7 +6,6 @@ and against the bound of an exact step that hides nothing.
 
 from __future__ import annotations
 
-import sys
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -25,10 +24,44 @@ if TYPE_CHECKING:
 
     from stepwell.cli._offload_cases import Workload
 
-__all__ = ["bench_offload", "bus_gb_per_second", "host_bytes_per_param", "run_case"]
+__all__ = ["CASES", "bench_offload", "bus_gb_per_second", "host_bytes_per_param", "run_case"]
 
-_WIDTH_PIPED = 170
 _PEER = "deepspeed"
+
+CASES = """Every case trains the same bfloat16 Llama on the same text, in a process of its own.
+
+A case is what is named here, with q8 moments or not, and options behind commas that go together:
+`stepwell q8, deferred=2, resident=0.5`.
+
+- `torch`: everything is on the GPU, with torch's fused AdamW.
+- `stepwell`: OffloadAdamW with fp32 moments; `stepwell q8`: with q8 moments.
+- `stepwell, no model`: `step()` waits for all weights at once.
+- `stepwell, untold`: `accumulation_steps` is not given.
+- `stepwell, deferred=4`: updates are deferred; each part of the model is stepped in every
+  fourth step. Other numbers of steps likewise. `fraction=0.1`: a tenth of the rows or columns
+  is stepped at once, on the GPU.
+- `stepwell, resident=0.5`: half of the optimizer state stays on the GPU.
+- `stepwell volume`: state on the drives of --drive, with commits, and with as little of it in
+  host memory as can be; `commit_interval=1`: a commit in each step; `durability=none`: without
+  commits, and with deferred updates.
+- `deepspeed`: ZeRO-2 with CPU offload. Its op needs a C++ compiler.
+- `deepspeed on stepwell`: the same JSON with Stepwell registered.
+- `deepspeed on stepwell, accumulate=device`: with several micro-steps, gradients are summed on
+  the GPU, not in host memory.
+- `deepspeed, zenflow`: with a block `zenflow`; `deepspeed on stepwell, zenflow`: the same JSON
+  with Stepwell registered, whose engine defers the updates.
+- `deepspeed, offload_param`, `deepspeed on stepwell, offload_param`: ZeRO-3 with parameters
+  offloaded as well; `fetch=deepspeed`: with DeepSpeed's hooks that fetch them.
+- `deepspeed, ratio=0.5`, `deepspeed on stepwell, ratio=0.5`: ZeRO-3 with half of the optimizer
+  state in host memory, and half on the GPU.
+- `deepspeed, nvme`, `deepspeed on stepwell, nvme`: ZeRO-3 with optimizer state on the drives;
+  DeepSpeed's swapper uses the first. `durability=none` and `commit_interval=1` as above.
+
+Each time is held against L + bytes / R, the bound of an exact step that hides nothing. L is
+forward and backward alone. R is the rate at which this host's memory is read and written: the
+larger one of directly before and behind a case.
+"""
+"""What a case is, for the end of the help."""
 
 
 def bench_offload(
@@ -41,14 +74,6 @@ def bench_offload(
     sequence_length: Annotated[int, typer.Option(min=8, help="Tokens per sample.")] = 4096,
     micro_batch: Annotated[int, typer.Option(min=1, help="Samples per forward.")] = 1,
     accumulation: Annotated[int, typer.Option(min=1, help="Forwards per optimizer step.")] = 1,
-    steps: Annotated[
-        int, typer.Option(min=3, help="Steps that are measured, after those of --warm-up.")
-    ] = 12,
-    warm_up: Annotated[int, typer.Option(min=1, help="Steps that are not measured.")] = 3,
-    clip_norm: Annotated[
-        float, typer.Option(help="What the norm of the gradients is clipped to.")
-    ] = 1.0,
-    seed: Annotated[int, typer.Option(help="Of the weights and the samples.")] = 0,
     only: Annotated[
         list[str] | None,
         typer.Option(
@@ -59,6 +84,14 @@ def bench_offload(
             ),
         ),
     ] = None,
+    steps: Annotated[
+        int, typer.Option(min=3, help="Steps that are measured, after those of --warm-up.")
+    ] = 12,
+    warm_up: Annotated[int, typer.Option(min=1, help="Steps that are not measured.")] = 3,
+    clip_norm: Annotated[
+        float, typer.Option(help="What the norm of the gradients is clipped to.")
+    ] = 1.0,
+    seed: Annotated[int, typer.Option(help="Of the weights and the samples.")] = 0,
     drives: Annotated[
         list[Path] | None,
         typer.Option(
@@ -86,47 +119,13 @@ def bench_offload(
         Path, typer.Option(help="Folder for bench_offload.json and bench_offload.png.")
     ] = Path("stepwell-bench"),
 ) -> None:
-    """Time training steps with the optimizer in host memory, against DeepSpeed and the GPU alone.
-
-    Every case trains the same bfloat16 Llama on the same text, in a process of its own. A case is
-    what is named here, with q8 moments or not, and options behind commas that go together:
-    `stepwell q8, deferred=2, resident=0.5`.
-
-    - `torch`: everything is on the GPU, with torch's fused AdamW.
-    - `stepwell`: OffloadAdamW with fp32 moments; `stepwell q8`: with q8 moments.
-    - `stepwell, no model`: `step()` waits for all weights at once.
-    - `stepwell, untold`: `accumulation_steps` is not given.
-    - `stepwell, deferred=4`: updates are deferred; each part of the model is stepped in every
-      fourth step. Other numbers of steps likewise. `fraction=0.1`: a tenth of the rows or columns
-      is stepped at once, on the GPU.
-    - `stepwell, resident=0.5`: half of the optimizer state stays on the GPU.
-    - `stepwell volume`: state on the drives of --drive, with commits, and with as little of it in
-      host memory as can be; `commit_interval=1`: a commit in each step; `durability=none`: without
-      commits, and with deferred updates.
-    - `deepspeed`: ZeRO-2 with CPU offload. Its op needs a C++ compiler.
-    - `deepspeed on stepwell`: the same JSON with Stepwell registered.
-    - `deepspeed on stepwell, accumulate=device`: with several micro-steps, gradients are summed on
-      the GPU, not in host memory.
-    - `deepspeed, zenflow`: with a block `zenflow`; `deepspeed on stepwell, zenflow`: the same JSON
-      with Stepwell registered, whose engine defers the updates.
-    - `deepspeed, offload_param`, `deepspeed on stepwell, offload_param`: ZeRO-3 with parameters
-      offloaded as well; `fetch=deepspeed`: with DeepSpeed's hooks that fetch them.
-    - `deepspeed, ratio=0.5`, `deepspeed on stepwell, ratio=0.5`: ZeRO-3 with half of the optimizer
-      state in host memory, and half on the GPU.
-    - `deepspeed, nvme`, `deepspeed on stepwell, nvme`: ZeRO-3 with optimizer state on the drives;
-      DeepSpeed's swapper uses the first. `durability=none` and `commit_interval=1` as above.
-
-    Each time is held against L + bytes / R, the bound of an exact step that hides nothing. L is
-    forward and backward alone. R is the rate at which this host's memory is read and written: the
-    larger one of directly before and behind a case.
-    """
-    from rich.console import Console
-
+    """Time training steps with the optimizer in host memory, and those of others."""
+    from stepwell.cli._console import output
     from stepwell.cli._offload_cases import SIZES, Workload
     from stepwell.cli._report import circumstances, write, write_json
     from stepwell.cli._step_times import circumstances_line
 
-    console = Console(width=None if sys.stdout.isatty() else _WIDTH_PIPED)
+    console = output()
     if size not in SIZES and not Path(size).is_file():
         raise typer.BadParameter(
             f"--size is `{size}`, expected {', '.join(SIZES)} or the path of a config.json"

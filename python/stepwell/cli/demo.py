@@ -51,13 +51,12 @@ def demo(
     """
     if hidden_size % 64:
         raise typer.BadParameter(f"--hidden-size is `{hidden_size}`, expected a multiple of 64")
-    from rich.console import Console
-
+    from stepwell.cli._console import output
     from stepwell.cli._demo_runs import Workload, with_deepspeed, with_torch
     from stepwell.cli._llama import LlamaShape, read_text
     from stepwell.cli._report import circumstances, write
 
-    console = Console()
+    console = output()
     shape = LlamaShape(hidden_size=hidden_size, num_hidden_layers=layers)
     try:
         workload = Workload(

@@ -105,11 +105,12 @@ def doctor(
 
 
 def _print(report: dict[str, Any], *, verbose: bool) -> None:
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    console = Console()
+    from stepwell.cli._console import output
+
+    console = output()
     table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,8 +18,6 @@ if TYPE_CHECKING:
     from stepwell.planning.placement import Placement
 
 __all__ = ["plan"]
-
-_WIDTH_PIPED = 170
 
 
 def plan(
@@ -101,9 +98,10 @@ def plan(
     """
     from rich.console import Console
 
+    from stepwell.cli._console import output
     from stepwell.planning.plans import plan as planned
 
-    console = Console(width=None if sys.stdout.isatty() else _WIDTH_PIPED)
+    console = output()
     described = {
         "bus": bus,
         "flops": flops,
@@ -134,9 +132,7 @@ def plan(
         if plot is not None:
             _plot(console, found, plot)
     except (OSError, ValueError) as error:
-        Console(stderr=True, soft_wrap=True).print(
-            f"error: {error}", style="bold red", markup=False, highlight=False
-        )
+        typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from error
     if as_json:
         said = Console(stderr=True)
@@ -188,7 +184,7 @@ def _machine(
 def _print(console: Console, found: Plan) -> None:
     from rich.table import Table
 
-    from stepwell.planning.quantities import size_text
+    from stepwell._quantities import size_text
 
     model, workload, machine = found.model, found.workload, found.machine
     many = f" on each of {workload.gpus} GPUs" if workload.gpus > 1 else ""

@@ -9,7 +9,9 @@ import builtins
 import importlib.util
 import io
 import multiprocessing.spawn
+import os
 import runpy
+import socket
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +24,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 __all__ = ["Launch", "run"]
+
+_COMM = "deepspeed.comm.comm"
+
+# What a launcher of MPI says, one of these: how many ranks there are.
+_SIZES_OF_MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "PMIX_RANK")
+
+# Whose optimizers this process does not see.
+_has_children = False
 
 
 @dataclass
@@ -47,12 +57,18 @@ class Launch:
         if self.local_rank is not None:
             self.arguments.insert(0, f"--local_rank={self.local_rank}")
         sys.argv = [self.target, *self.arguments]
-        if self.is_module:
-            _set_path_entry(str(Path.cwd()))
-            runpy.run_module(self.target, run_name="__main__", alter_sys=True)
-        else:
-            _set_path_entry(str(Path(self.target).resolve().parent))
-            _run_script(self.target)
+        try:
+            if self.is_module:
+                _set_path_entry(str(Path.cwd()))
+                runpy.run_module(self.target, run_name="__main__", alter_sys=True)
+            else:
+                _set_path_entry(str(Path(self.target).resolve().parent))
+                _run_script(self.target)
+        except SystemExit as end:
+            if not end.code:
+                _tell_of_none()
+            raise
+        _tell_of_none()
 
 
 def run(
@@ -72,7 +88,8 @@ def run(
 ) -> None:
     """Run a Python program whose DeepSpeed steps on Stepwell. The program itself stays as it is.
 
-    Everything else is as with `python SCRIPT [ARGS]...`. Under a launcher, one of:
+    Everything else is as with `python SCRIPT [ARGS]...`. Without a launcher it is one process of
+    one GPU. Under a launcher, one of:
 
     - `deepspeed --module stepwell run train.py [ARGS]...`
     - `torchrun -m stepwell run train.py [ARGS]...`
@@ -118,15 +135,54 @@ def _register() -> None:
     They register before they import the program.
     """
     from stepwell import deepspeed
+    from stepwell.deepspeed.after_import import after_import
 
     deepspeed.register()
+    after_import(_COMM, _stand_alone)
     prepare: Callable[[str], dict[str, Any]] = multiprocessing.spawn.get_preparation_data
 
     def get_preparation_data(name: str) -> dict[str, Any]:
+        global _has_children
+        _has_children = True
         # The child unpickles this before all else, and ignores a key that it does not know.
         return {**prepare(name), "stepwell": _RegisterOnArrival()}
 
     multiprocessing.spawn.get_preparation_data = get_preparation_data
+
+
+def _stand_alone() -> None:
+    """Has a process that no launcher has started be the only rank, once DeepSpeed is imported.
+
+    DeepSpeed would ask MPI, which most machines do not have.
+    """
+    module = sys.modules[_COMM]
+    ask: Callable[..., None] = module.mpi_discovery
+
+    def mpi_discovery(*args: Any, **kwargs: Any) -> None:
+        is_of_slurm = os.environ.get("SLURM_STEP_NUM_TASKS", "1") != "1"
+        if is_of_slurm or any(name in os.environ for name in _SIZES_OF_MPI):
+            ask(*args, **kwargs)
+            return
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        alone = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1}
+        for name, value in {**alone, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+            os.environ.setdefault(name, str(value))
+
+    module.mpi_discovery = mpi_discovery  # type: ignore[attr-defined]
+
+
+def _tell_of_none() -> None:
+    """Says that the program has ended without an optimizer of Stepwell's, if it has."""
+    from stepwell._notices import has_optimizer, tell
+
+    if not has_optimizer() and not _has_children:
+        tell(
+            "the program has ended, and no optimizer on Stepwell came to be in this process. "
+            'hint: "offload_optimizer": {"device": "cpu"} in the DeepSpeed JSON, and no '
+            '"torch_adam"; without DeepSpeed stepwell.OffloadAdamW'
+        )
 
 
 class _RegisterOnArrival:

@@ -50,11 +50,10 @@ def tune(
     drive's weight. They are written to `stepwell_tuning.json` in each folder. A `Volume` on folders
     that all have one takes them for what it is not given.
     """
-    from rich.console import Console
-
+    from stepwell.cli._console import output
     from stepwell.cli._drive_rates import check_folders
 
-    console = Console()
+    console = output()
     try:
         check_folders(folders)
         for folder in folders:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
@@ -90,6 +91,9 @@ def ls(drives: Drives) -> None:
         files = [volume.members[number] for number in sorted(volume.members)]
         records = next((file.num_records for file in files if file.num_records is not None), None)
         state = f"used by {volume.holder}" if volume.holder else "not in use"
+        if written := [file.path.stat().st_mtime for file in files if file.path.is_file()]:
+            date = datetime.fromtimestamp(max(written), timezone.utc)
+            state += f", last written {date:%Y-%m-%d %H:%M} UTC"
         if records is None:
             state += ", never completely made, or damaged"
         elif volume.missing:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
 from stepwell import _state
 from stepwell._checks import choice, count, flag, nbytes, optional
+from stepwell._option_names import check_known, named_options
 from stepwell.offload.options import Accumulate
 from stepwell.store.volume import Volume
 
@@ -17,6 +18,7 @@ __all__ = ["Options", "options_of", "said", "with_unpinned_weights", "written"]
 _FETCH = ("stepwell", "deepspeed")
 
 
+@named_options("the block `stepwell` of the DeepSpeed JSON")
 @dataclass(frozen=True)
 class Options:
     """The block, with defaults for what it leaves out."""
@@ -52,8 +54,8 @@ class Options:
     """Workers that step; None: one per physical core of this process, but one;
     but one and an eighth of them where ranks share the host."""
     host_bytes_max: int | None = None
-    """The most host memory that may be taken; None: what is free, or with a volume three quarters
-    of it."""
+    """The most host memory that may be taken, in bytes or as "40GB"; None: what is free, or with a
+    volume three quarters of it."""
     nvme_paths: Sequence[str] | None = None
     """With `offload_optimizer.device` nvme, a folder on each drive of the volume, or its device.
 
@@ -75,7 +77,8 @@ class Options:
         choice(self.accumulate, "`stepwell.accumulate`", get_args(Accumulate))
         choice(self.fetch, "`stepwell.fetch`", _FETCH)
         optional(count, self.threads, "`stepwell.threads`")
-        optional(nbytes, self.host_bytes_max, "`stepwell.host_bytes_max`")
+        most = optional(nbytes, self.host_bytes_max, "`stepwell.host_bytes_max`")
+        object.__setattr__(self, "host_bytes_max", most)
         is_list = isinstance(self.nvme_paths, list) and all(
             isinstance(path, str) for path in self.nvme_paths
         )
@@ -89,17 +92,12 @@ class Options:
 
     @staticmethod
     def _check_volume(volume: object) -> None:
-        known = {field.name for field in fields(Volume)} - {"paths"}
         if not isinstance(volume, Mapping):
             raise ValueError(  # noqa: TRY004
                 f"`stepwell.volume` is `{volume}`, expected a block. "
                 'hint: "volume": {"durability": "none"}'
             )
-        if unknown := sorted(volume.keys() - known):
-            raise ValueError(
-                f"`{', '.join(unknown)}` in the block `stepwell.volume`, expected "
-                f"{', '.join(sorted(known))}"
-            )
+        check_known(volume, Volume, where="the block `stepwell.volume`", but=("paths",))
 
 
 def written(engine: Any) -> frozenset[str]:
@@ -145,11 +143,5 @@ def options_of(engine: Any) -> Options:
         raise ValueError(  # noqa: TRY004
             f'`stepwell` is `{block}`, expected a block. hint: "stepwell": {{"moments": "q8"}}'
         )
-    known = [field.name for field in fields(Options)]
-    unknown = sorted(block.keys() - set(known))
-    if unknown:
-        raise ValueError(
-            f"`{', '.join(unknown)}` in the block `stepwell` of the DeepSpeed JSON, expected "
-            f"{', '.join(known)}"
-        )
+    check_known(block, Options)
     return Options(**block)

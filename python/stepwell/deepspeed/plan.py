@@ -16,6 +16,8 @@ from typing import Any, Literal
 import torch
 
 from stepwell import optim
+from stepwell._budget import GIB
+from stepwell._notices import tell
 from stepwell.deepspeed import zenflow
 from stepwell.deepspeed.case import STAGE_3, Case, device_of
 from stepwell.deepspeed.obstacles import OBSTACLES, Obstacle
@@ -25,6 +27,9 @@ from stepwell.store.volume import Volume
 __all__ = ["Plan", "inference_plan", "plan", "zenflow_plan"]
 
 _STAGE_2 = 2
+
+# Master, moments, and the gradient and weight that cross the bus.
+_BYTES_PER_PARAM = {"fp32": 16.0, "bf16": 12.0, "q8": 10.1}
 
 ZeroClass = Literal["OffloadZeroOptimizer", "OffloadZeroOptimizerStage3"]
 """The class of ZeRO's optimizer on the offload engine."""
@@ -65,6 +70,11 @@ class Plan:
     """Which updates are deferred, as the block `zenflow` says; None: none is by the engine."""
     volume: Volume | None = None
     """What the volume is, with tier "volume"."""
+
+    @property
+    def is_on_engine(self) -> bool:
+        """Whether the offload engine steps it, and not DeepSpeed's own code."""
+        return self.zero_class is not None
 
     @property
     def threads(self) -> int | None:
@@ -284,6 +294,7 @@ def plan(engine: Any, optimizer: Any, *, is_zero: bool, unfit: Callable[[str], s
     why_in_ram = _why_in_host_memory(case)
     warning = _engine_warning(case, gate, unfetched, why_in_ram)
     volume = _volume(case) if case.is_on_nvme and why_in_ram is None else None
+    _tell(case, volume)
     return Plan(
         zero_class,
         "ram" if volume is None else "volume",
@@ -296,6 +307,25 @@ def plan(engine: Any, optimizer: Any, *, is_zero: bool, unfit: Callable[[str], s
         zenflow=case.zenflow,
         volume=volume,
         fetch="stepwell" if is_fetching else "deepspeed",
+    )
+
+
+def _tell(case: Case, volume: Volume | None) -> None:
+    """Says what steps, where, and what that takes."""
+    moments = str(case.options.moments or getattr(case.optimizer, "_moments", "fp32"))
+    numel = sum(
+        getattr(param, "ds_numel", param.numel())
+        for group in case.optimizer.param_groups
+        for param in group["params"]
+    )
+    is_of_many = torch.distributed.is_available() and torch.distributed.is_initialized()
+    num_ranks = torch.distributed.get_world_size() if is_of_many else 1
+    place = "host memory" if volume is None else "host memory and on a volume"
+    share = "" if num_ranks == 1 else f" on each of {num_ranks} ranks"
+    gib = numel * _BYTES_PER_PARAM[moments] / num_ranks / GIB
+    tell(
+        f"ZeRO-{case.stage} on the offload engine, {numel:,} parameters: optimizer state in "
+        f"{place}, {moments} moments, about {gib:.2f} GiB{share}"
     )
 
 

@@ -31,11 +31,15 @@ from stepwell._budget import GIB
 from stepwell._checks import count, nbytes, optional, positive
 from stepwell._decision import Facts, Nonfinite
 from stepwell._hyper import hyper_of
+from stepwell._notices import tell
+from stepwell._option_names import named_options
 from stepwell._sharding import greatest, is_dtensor, local
 from stepwell.access.gate import remove
 from stepwell.access.guard import clear_grads
 from stepwell.access.writes import wait_for
 from stepwell.offload.options import Accumulate, Place, check_options
+from stepwell.offload.start_line import start_line
+from stepwell.offload.volume_pointer import check_pointer, is_pointer, pointer_to
 from stepwell.optim import AdamW, Moments
 from stepwell.store.background import Background
 from stepwell.store.gradients import DeviceCollector
@@ -70,6 +74,7 @@ _LOGGER = logging.getLogger(__name__)
 _CLIP_TOLERANCE = 1e-5
 
 
+@named_options("`OffloadAdamW`")
 class OffloadAdamW(AdamW):
     """AdamW over parameters on an accelerator.
 
@@ -146,24 +151,24 @@ class OffloadAdamW(AdamW):
             on: those of DDP are final after the backward only. Of FSDP2 it counts the backwards
             that reduce gradients, one where `set_requires_gradient_sync(False)` leaves out others.
         nonfinite: what a NaN or an infinity in any gradient does: "skip" the step, count it in
-            `skipped_steps` and warn in the log of `stepwell`; "raise" a ValueError; or "propagate"
-            as in torch. The default is not that of `AdamW`: 16-bit gradients of a long run on an
-            accelerator overflow now and then, and one of them is not to end it. With DTensor
-            parameters all ranks decide together.
+            `skipped_steps` and warn in the log of `stepwell` (the 50th in a row raises); "raise" a
+            ValueError; or "propagate" as in torch. The default is not that of `AdamW`: 16-bit
+            gradients of a long run on an accelerator overflow now and then, and one of them is not
+            to end it. With DTensor parameters all ranks decide together.
         maximize: whether to go up the gradient.
         seed: of the stochastic rounding. Equal seeds give equal bits.
         threads: how many workers of this process may step, at most; all optimizers share them.
             There is one per physical core of this process, or as `STEPWELL_THREADS` says. None: all
             but one, whose core launches work on the device; but one and an eighth where ranks share
             the host. Four fifths of these where updates are deferred.
-        host_bytes_max: the most host memory that may be taken, but for activations; None: what is
-            free.
-        device_bytes_max: the most device memory that state may take, 12 bytes per parameter, from
-            the first step on. The first parameters whose state fits are stepped on the device, in
-            fp32 whatever `moments` is, and take no host memory. No step waits for them, and none of
-            their updates is deferred. Bits are those of steps in host memory with fp32 moments, and
-            state dicts are alike. Not with `accumulate="host"`, a volume that commits, or DTensor
-            parameters.
+        host_bytes_max: the most host memory that may be taken, in bytes or as "40GB", but for
+            activations; None: what is free.
+        device_bytes_max: the most device memory that state may take, in bytes or as "8GB": 12 bytes
+            per parameter, from the first step on. The first parameters whose state fits are stepped
+            on the device, in fp32 whatever `moments` is, and take no host memory. No step waits for
+            them, and none of their updates is deferred. Bits are those of steps in host memory with
+            fp32 moments, and state dicts are alike. Not with `accumulate="host"`, a volume that
+            commits, or DTensor parameters.
         deferred: which updates are applied later, in the background of the steps to come, so that
             no step waits for host memory; None: none is. Forwards in training then read weights
             that lack some updates (see `Deferred`); evaluation, state dicts and every other access
@@ -183,6 +188,9 @@ class OffloadAdamW(AdamW):
     Attributes:
         grad_norm: the norm of all gradients of the last step before clipping; None before the
             first.
+        saves_volume: whether state dicts have what a volume has that commits. If not, they commit
+            the last step, and say which it is: no second copy of the state is made. They load into
+            an optimizer that resumes the volume.
 
     Raises:
         ValueError: an option or a parameter that no step could work with, or more memory than there
@@ -190,6 +198,7 @@ class OffloadAdamW(AdamW):
         OSError: the device or the memory cannot be had.
     """
 
+    saves_volume = True
     _has_warned_of_clipping = False
 
     def __init__(
@@ -212,8 +221,8 @@ class OffloadAdamW(AdamW):
         maximize: bool = False,
         seed: int = 0,
         threads: int | None = None,
-        host_bytes_max: int | None = None,
-        device_bytes_max: int = 0,
+        host_bytes_max: int | str | None = None,
+        device_bytes_max: int | str = 0,
         deferred: Deferred | None = None,
         tier: Volume | None = None,
         foreach: bool | None = None,
@@ -222,10 +231,8 @@ class OffloadAdamW(AdamW):
     ) -> None:
         threads = optional(count, threads, "`threads`")
         accumulation_steps = optional(count, accumulation_steps, "`accumulation_steps`")
-        hint = "host_bytes_max=16 << 30"
-        host_bytes_max = optional(nbytes, host_bytes_max, "`host_bytes_max`", hint=hint)
-        hint = "device_bytes_max=16 << 30"
-        device_bytes_max = nbytes(device_bytes_max, "`device_bytes_max`", hint=hint)
+        host_bytes_max = optional(nbytes, host_bytes_max, "`host_bytes_max`")
+        device_bytes_max = nbytes(device_bytes_max, "`device_bytes_max`")
         if accumulate is None:
             accumulate = "host" if weights == "host" else "device"
         if gate is not None:
@@ -329,6 +336,7 @@ class OffloadAdamW(AdamW):
                 # Nothing else would find them.
                 self._host.weights.let_go()
             raise
+        tell(start_line(self._host, self._residents, self._states, moments))
 
     def _names(self) -> dict[torch.Tensor, str]:
         names = [
@@ -473,6 +481,10 @@ class OffloadAdamW(AdamW):
     def _host_side(self, param: torch.Tensor) -> torch.Tensor:
         return self._twins.weight(param) if param in self._twins else param
 
+    def _gradient(self, param: torch.Tensor) -> torch.Tensor | None:
+        is_summed = self._host.sums_on_host and param in self._twins
+        return self._twins.grad(param) if is_summed else param.grad
+
     # ---- state dicts ----
 
     def _converted(
@@ -485,8 +497,12 @@ class OffloadAdamW(AdamW):
     def state_dict(self) -> StateDict:
         """As `stepwell.AdamW.state_dict`, after the last step is complete.
 
-        Its tensors are in host memory.
+        Its tensors are in host memory. See `saves_volume`.
         """
+        swapped = self._host.swapped
+        if swapped is not None and swapped.volume.commits and not self.saves_volume:
+            self.commit()
+            return pointer_to(swapped.volume, self.param_groups)
         self.synchronize()
         self._host.take_fingerprints(self._twins, self._states)
         state_dict = super().state_dict()
@@ -495,7 +511,6 @@ class OffloadAdamW(AdamW):
             for index, param in enumerate(self._in_order()):
                 if param in self._residents and (state := state_dict["state"].get(index)):
                     state_dict["state"][index] = self._residents.as_read(param, state)
-        swapped = self._host.swapped
         if swapped is not None and swapped.volume.commits:
             # All else is read from the volume, and not written by later steps: so are counts of
             # parameters without elements here.
@@ -515,6 +530,23 @@ class OffloadAdamW(AdamW):
             numel = sum(local(param).numel() for param in self._twins)
             _LOGGER.info("%.2f GiB of host memory for decoded moments", 8 * numel / GIB)
         return super().decoded_state_dict()
+
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        """As `stepwell.AdamW.load_state_dict`; also one that points to the volume (`saves_volume`).
+
+        Raises:
+            ValueError: it does not fit, or is of a step that the volume is not at; nothing was
+                changed.
+        """
+        swapped = self._host.swapped
+        if not is_pointer(state_dict):
+            super().load_state_dict(state_dict)
+            return
+        check_pointer(state_dict, None if swapped is None else swapped.volume)
+        groups = [dict(group) for group in state_dict["param_groups"]]
+        self._complete(groups)
+        for live, group in zip(self.param_groups, groups, strict=True):
+            live.update({key: group[key] for key in group.keys() - {"params", "param_names"}})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # After the last step is complete, whether by `load_state_dict` or by a program.

@@ -5,7 +5,6 @@ as a callable, and to measure this machine.
 
 | file | has |
 |---|---|
-| `quantities.py` | sizes, rates and counts as people write them |
 | `model.py`, `families.py` | sizes of a model; tensors of dense decoders, by their `config.json` |
 | `workload.py` | what a step trains |
 | `machine.py`, `measuring.py`, `launching.py` | memories and rates: described; measured, and kept |

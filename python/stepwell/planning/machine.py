@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stepwell.planning.quantities import flops_of, nbytes_of, rate_of
+from stepwell._quantities import flops_of, nbytes_of, rate_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -9,8 +9,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from stepwell._quantities import count_of
 from stepwell.planning.families import Tensor, decoder_of
-from stepwell.planning.quantities import count_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable

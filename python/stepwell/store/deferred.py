@@ -21,6 +21,7 @@ import torch
 
 from stepwell import _core
 from stepwell._checks import count, flag, fraction
+from stepwell._option_names import named_options
 from stepwell._sharding import local
 from stepwell._tensors import name_of
 
@@ -40,6 +41,7 @@ INTERVAL_MAX = 8
 """The most steps between two turns: the core's `INTERVAL_MAX`, as a test compares."""
 
 
+@named_options("`Deferred`")
 @dataclass(frozen=True, kw_only=True)
 class Deferred:
     """Which updates of `OffloadAdamW` are deferred, and how far.

@@ -187,8 +187,10 @@ class HostSide:
 
     def _bytes_left(self, states: Mapping[torch.Tensor, _state.State]) -> int | None:
         """What is left of `bytes_max` beside weights and state; None: what is free."""
-        if self._bytes_max is None:
-            return None
+        return None if self._bytes_max is None else self._bytes_max - self.held_bytes(states)
+
+    def held_bytes(self, states: Mapping[torch.Tensor, _state.State]) -> int:
+        """Bytes of weights, gradients and state in host memory."""
         held = self.twins.total_nbytes
         fresh = ((twin.param, twin.fresh) for twin in self.twins.values() if twin.fresh is not None)
         for param, state in chain(states.items(), fresh):
@@ -199,7 +201,7 @@ class HostSide:
                 held += _state.nbytes_of(state)
         if self.swapped is not None:
             held += self.swapped.volume.memory_bytes
-        return self._bytes_max - held
+        return held
 
     def _held(self, *, has_engine: bool) -> int:
         """Bytes of what an engine has for deferral; it gives them back when it ends."""

@@ -98,7 +98,7 @@ class GradMarker(torch.Tensor):
                     raise ValueError(
                         "a gradient is changed that is in host memory (`accumulate` is `host`), "
                         f"by `{func.__name__}`. hint: clear it by zero_grad() or zero_(); clip by "
-                        "the optimizer's clip_norm (Trainer: stepwell.offload.fold_clipping), "
+                        "the optimizer's clip_norm (Trainer: stepwell.offload.offload_trainer), "
                         "which needs no GradScaler.unscale_(); for all else accumulate='device'"
                     )
             result = func(*args, **kwargs)

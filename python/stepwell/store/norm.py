@@ -161,7 +161,7 @@ def _norms(
     if device.type == "cpu" and all(map(is_run, pieces)):
         # torch's norm of bfloat16 takes 20 times as long.
         squares = [_core.grad_stats([view(piece)]).sq_norm for piece in pieces]
-        return torch.tensor(squares, dtype=torch.float64).abs().sqrt().to(dtype)
+        return torch.tensor(squares, dtype=torch.float64, device=device).abs().sqrt().to(dtype)
     by_dtype: dict[torch.dtype, list[int]] = defaultdict(list)
     for index, piece in enumerate(pieces):
         by_dtype[piece.dtype].append(index)

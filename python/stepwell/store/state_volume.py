@@ -10,11 +10,13 @@ import contextlib
 import hashlib
 import logging
 import os
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from stepwell import _core, _state
 from stepwell._budget import GIB
+from stepwell._notices import tell
 from stepwell._sharding import local
 from stepwell._tensors import view
 from stepwell.store.places import MASTER, Places, lay_out
@@ -22,7 +24,7 @@ from stepwell.store.sharded_volume import RUN_OF_ONE, close, explain, open_toget
 from stepwell.store.tuning import shape_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable
+    from collections.abc import Callable, Collection, Iterable, Sequence
 
     from stepwell.ranks.collective import Ranks
     from stepwell.store.volume import Volume
@@ -177,6 +179,8 @@ class StateVolume(Generic[_Key]):
         else:
             interval = self.options.steps_per_commit
             self.core = open_together(self.ranks, make, commit_interval=interval)
+        if self.core is not None and self.core.counts is not None:
+            tell(f"volume `{self.core.name}` goes on from step {self.core.step}")
 
     def _made(
         self, identity: str, ram_nbytes: int, rank: int | None, step: int | None, run: int
@@ -184,17 +188,18 @@ class StateVolume(Generic[_Key]):
         """The core's swap, as the user has said of it, or as its drives were measured."""
         volume, shape = self.options, shape_of(self.options)
         digest = hashlib.sha256(identity.encode()).digest()[:8]
-        swap = _core.Swap(
-            # The program may have another working directory when they are removed.
-            [str(Path(path).absolute()) for path in volume.paths],
+        name = volume.name if volume.name is None or rank is None else f"{volume.name}-{rank}"
+        # The program may have another working directory when they are removed.
+        drives = [str(Path(path).absolute()) for path in volume.paths]
+        make = partial(
+            _core.Swap,
+            _in_order(drives, name) if volume.resume and name is not None else drives,
             self._tensors(),
             addresses=self._addresses,
-            name=volume.name if volume.name is None or rank is None else f"{volume.name}-{rank}",
+            name=name,
             weights=shape.weights,
             stripe_bytes=shape.stripe_bytes,
             durability=volume.durability,
-            keep=volume.is_kept,
-            resume=volume.resume,
             step=step,
             run=run,
             counts_each_step=self.ranks is not None and self.commits,
@@ -208,6 +213,10 @@ class StateVolume(Generic[_Key]):
             queue_depth=shape.queue_depth,
             io_timeout=volume.io_timeout,
         )
+        try:
+            swap = make(keep=volume.is_kept, resume=volume.resume)
+        except FileExistsError as error:
+            raise _is_there(error, drives, name, make) from None
         nbytes = sum(_state.nbytes_of(places.state) for places in self.places.values())
         _LOGGER.info(
             "volume `%s`: %.2f GiB of state on %d drives; %.2f GiB of it and %.2f GiB of buffers "
@@ -309,3 +318,35 @@ class StateVolume(Generic[_Key]):
             raise OSError(f"a commit failed before: {self._failed_commit}")
         if self.core is not None:
             self.core.check()
+
+
+def _in_order(drives: Sequence[str], name: str) -> list[str]:
+    """The drives in the order of the members of volume `name`, where each has one of them."""
+    members = [
+        (member.member, drive)
+        for drive in drives
+        for member in _core.list_members(drive)
+        if member.name == name
+    ]
+    if sorted(number for number, _ in members) != list(range(len(drives))):
+        # What is wrong is found where it is opened.
+        return list(drives)
+    return [drive for _, drive in sorted(members)]
+
+
+def _is_there(
+    error: FileExistsError, drives: Sequence[str], name: str | None, make: Callable[..., _core.Swap]
+) -> OSError:
+    """Why no new volume is made: one is there. What it has, and both ways on."""
+    away = f"`stepwell volume rm {' '.join(drives)} --name {name}`, or another name, begins anew"
+    try:
+        there = make(keep=True, resume=True)
+    except (OSError, ValueError) as why:
+        reason, _, _ = str(why).partition("\nhint")
+        what, hint = f"cannot be gone on from: {reason}", away
+    else:
+        step = there.step
+        there.close(keep=True)
+        what = "has no committed step" if step is None else f"has committed step `{step}`"
+        hint = f"Volume(..., name=..., resume=True) goes on from it; {away}"
+    return FileExistsError(error.errno, f"volume `{name}` is there, and {what}. hint: {hint}")

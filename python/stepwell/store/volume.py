@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from stepwell import _core
 from stepwell._checks import choice, count, counts, flag, optional, positive
+from stepwell._option_names import named_options
 
 __all__ = ["Durability", "Volume"]
 
@@ -25,6 +26,7 @@ _COMMIT_INTERVAL = 8
 _SECONDS_MAX = 1e9
 
 
+@named_options("`Volume`")
 @dataclass(frozen=True)
 class Volume:
     """State of `OffloadAdamW` on drives: `OffloadAdamW(..., tier=Volume(["/mnt/a", "/mnt/b"]))`.
@@ -100,8 +102,10 @@ class Volume:
         for path in self.paths:
             is_path = isinstance(path, (str, os.PathLike))
             if not is_path or not (Path(path).is_dir() or Path(path).is_block_device()):
+                is_there = is_path and Path(path).exists()
                 raise ValueError(
-                    f"`paths` has `{path}`, expected a folder or a block device that exists"
+                    f"`paths` has `{path}`, which {'is neither' if is_there else 'is not there'}, "
+                    "expected a folder or a block device"
                 )
         self._check_each()
         if self.durability == "none" and (self.keep or self.resume):

@@ -11,6 +11,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from stepwell._hyper import Hyper
+from stepwell._notices import note_optimizer
 from stepwell.deepspeed.native import adam, compiled_adam, optimizers
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ def create_adam(
     Of the hyper-parameters only `adamw_mode` (decoupled weight decay) is kept: updates bring the
     others along.
     """
+    note_optimizer()
     optimizers.add(optimizer_id, decoupled=bool(adamw_mode))
     if should_log:
         _LOGGER.info(
