@@ -112,19 +112,6 @@ def test_each_obstacle_is_told_with_what_steps_instead(name):
     assert ("without effect in the block" in found.warning) == (name == "off")
 
 
-@pytest.mark.parametrize("block", [{}, {"zenflow": False}, {"engine": False}], ids=str)
-def test_that_deepspeeds_zenflow_shuffles_a_model_is_told(block):
-    def told(release, **changed):
-        sys.modules["deepspeed"].__version__ = release
-        found = planned(Engine(block=block, zenflow=True, **changed)).warning
-        return "shuffles the elements of every matrix" in (found or "")
-
-    assert [told(release) for release in ("0.19.6", "0.19.7", "0.19.8")] == [False, True, True]
-    # Of these nothing is known.
-    assert not told("0.19.9")
-    assert not told("0.19.8", zero_optimization_stage=3)
-
-
 def test_releases_that_round_sums_in_fp32_keep_them(monkeypatch):
     changed = {"get_data_types": (torch.bfloat16, torch.float32)}
     assert planned(Engine(**changed)).zero_class == "OffloadZeroOptimizer"
