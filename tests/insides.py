@@ -100,11 +100,6 @@ def protection_of_writes():
     return Writes, "protection"
 
 
-def lane_of(gradients):
-    """The way down of the gradients of partitions."""
-    return gradients, "_lane"
-
-
 # ---- of ZeRO ----
 
 

@@ -66,23 +66,11 @@ def test_several_drives_have_their_share(runs):
     assert min(files.values()) > 8 * NUMEL
 
 
-@pytest.mark.parametrize(
-    ("name", "beside_volume", "in_memory"),
-    [
-        # Weights that go up and gradients that come down, 16 bits each.
-        ("stage 1", 0, 4),
-        ("stage 2", 0, 4),
-        ("stage 3", 0, 4),
-        # Sums come up and go down again in each backward; forwards fetch weights.
-        ("accumulated", 2, 4),
-        ("offload_param", 2, 4),
-    ],
-)
-def test_what_a_step_alone_copies_is_not_pinned_beside_a_volume(
-    runs, name, beside_volume, in_memory
-):
-    found = [run["pinned"] for run in runs["paths"][name]]
-    assert found == [beside_volume, in_memory]
+@pytest.mark.parametrize("name", ["stage 1", "stage 2", "stage 3", "accumulated", "offload_param"])
+def test_weights_that_a_step_alone_copies_are_not_pinned_beside_a_volume(runs, name):
+    # Gradients come down, and with `offload_param` forwards fetch weights: 16 bits each.
+    beside_volume = 4 if name == "offload_param" else 2
+    assert [run["pinned"] for run in runs["paths"][name]] == [beside_volume, 4]
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -22,8 +22,7 @@ moments) waits where it is used, each for its own part (`access.writes`), on any
   ended when the next step writes.
 - Persistent parameters come by themselves behind the step (`zero.persistent_gate`).
 - Several ranks gather ahead alike. Between a step and its backward it is little: the thread would
-  wait for later parts of the step. DeepSpeed's hooks gather one bucket then, where by themselves
-  they gather one more with each module.
+  wait for later parts of the step. DeepSpeed's hooks gather more, and so wait longer.
 """
 
 from __future__ import annotations
@@ -52,7 +51,6 @@ from stepwell.deepspeed.zero.operands import Operands, global_norm, gradient_sca
 from stepwell.deepspeed.zero.partition import Fragment, Partition, without_data
 from stepwell.deepspeed.zero.partitions import Partitions
 from stepwell.deepspeed.zero.persistent_gate import PersistentGate
-from stepwell.deepspeed.zero.prefetch import bound_prefetch, is_little_ahead
 from stepwell.deepspeed.zero.timers import stop_all
 from stepwell.ranks.agreement import Agreement
 from stepwell.ranks.peers import Peers
@@ -91,8 +89,6 @@ class OffloadZeroOptimizerStage3(Offloaded, DeepSpeedZeroOptimizer_Stage3):  # t
         self._plan = plan
         self._backward = Backward()
         self._operands = Operands(init_optimizer, dist.get_rank())
-        # From a step to the backward that follows.
-        self._is_after_step = False
         # The engine pins what crosses the bus. What DeepSpeed makes for gradients is not touched
         # then, and takes no memory.
         # The state may be on a volume, of which DeepSpeed's swapper knows nothing.
@@ -123,8 +119,6 @@ class OffloadZeroOptimizerStage3(Offloaded, DeepSpeedZeroOptimizer_Stage3):  # t
             self._release_and_gather()
         if self._fetcher is not None:
             self._fetcher.has_step_ended = self._partitions.has_ended
-        elif self._is_gated:
-            self._bound_prefetch()
         fragments = self._persistent_fragments() if self._is_gated else {}
         peers: Peers | None = None
         if fragments and not self._is_alone:
@@ -166,18 +160,6 @@ class OffloadZeroOptimizerStage3(Offloaded, DeepSpeedZeroOptimizer_Stage3):  # t
     @property
     def _is_alone(self) -> bool:
         return bool(dist.get_world_size(group=self.dp_process_group) == 1)
-
-    def _bound_prefetch(self) -> None:
-        """Has forwards gather little ahead of its use while a step is running."""
-        coordinator = self._get_param_coordinator()
-
-        def may_prefetch() -> bool:
-            if self._is_alone:
-                return not self._partitions.is_busy
-            # The same on all ranks: whether the step is running is not.
-            return not self._is_after_step or is_little_ahead(coordinator)
-
-        bound_prefetch(coordinator, may_prefetch)
 
     def _persistent_fragments(self) -> dict[Any, Fragment]:
         """What this rank steps in host memory of persistent parameters, in a common order.
@@ -251,7 +233,6 @@ class OffloadZeroOptimizerStage3(Offloaded, DeepSpeedZeroOptimizer_Stage3):  # t
             host_bytes_max=options.host_bytes_max,
             is_pinned=self._plan.is_pinned,
             adds_on_host=options.accumulate == "host",
-            accumulation_steps=self.gradient_accumulation_steps,
             share=self._share,
         )
         assert isinstance(self._partitions.gradients, Gradients)
@@ -281,16 +262,12 @@ class OffloadZeroOptimizerStage3(Offloaded, DeepSpeedZeroOptimizer_Stage3):  # t
         moments_bytes = self._operands.moments_bytes(weight.to("meta", master.dtype))
         return Partition(master, weight, dtype, moments_bytes, is_offloaded=self.offload_param)
 
-    def _set_after_step(self, *, is_after: bool) -> None:
-        self._is_after_step = is_after
-        if self._fetcher is not None:
-            self._fetcher.is_behind_step = is_after
-
     # ---- the backward ----
 
     def backward_prologue(self) -> None:
         """Autograd has reached the outputs of a forward."""
-        self._set_after_step(is_after=False)
+        if self._fetcher is not None:
+            self._fetcher.is_behind_step = False
         self._backward.begin(self._backward_active_depth)
         self._partitions.let_go()
         super().backward_prologue()
@@ -481,7 +458,8 @@ class OffloadZeroOptimizerStage3(Offloaded, DeepSpeedZeroOptimizer_Stage3):  # t
         # Before the submit, behind which Ctrl-C may land; without one it does no harm.
         is_protected = self._is_gated and self._protect(operands, uploads)
         self._persistent.open(uploads, is_protected=is_protected)
-        self._set_after_step(is_after=True)
+        if self._fetcher is not None:
+            self._fetcher.is_behind_step = True
         begun = self._operands.begun(operands.values())
         begun.append(self._agreement.taking)
         begun += self._persistent.submission(uploads)
