@@ -114,11 +114,6 @@ def are_weights_late(zero):
     return pending is not None and not pending.is_landed
 
 
-def is_on_device(zero, param):
-    """Whether the device steps it, under Twin-Flow."""
-    return zero._fragment(param).group in zero._share
-
-
 def writes_under_way(partitions):
     """Weights in host memory whose uses wait."""
     return partitions._writes

@@ -18,16 +18,6 @@ class Subclass(torch.optim.AdamW):
 
 
 OBSTACLES = {
-    "ratio, nvme": (
-        {
-            "zero_optimization_stage": 3,
-            "zero_offload_optimizer": offload("nvme"),
-            "zero_partial_offload": 0.5,
-        },
-        {},
-        "offload_optimizer.ratio is `0.5`, and offload_optimizer.device is `nvme`",
-        "NVMe swapper",
-    ),
     "optimizer": (
         {},
         {"optimizer": Subclass([torch.nn.Parameter(torch.ones(1))])},
@@ -70,18 +60,6 @@ OBSTACLES = {
         {},
         "compression_training quantizes or prunes weights",
         "own path",
-    ),
-    "ratio, bf16 masters": (
-        {"zero_partial_offload": 0.5, "bf16_master_weights_and_gradients": True},
-        {},
-        "ratio is `0.5`, and masters are in 16 bits",
-        "Twin-Flow",
-    ),
-    "ratio, fp16 masters": (
-        {"zero_partial_offload": 0.5, "fp16_master_weights_and_gradients": True},
-        {},
-        "ratio is `0.5`, and masters are in 16 bits",
-        "Twin-Flow",
     ),
     "experts": (
         {"has_moe_layers": True, "zero_optimization_stage": 3},

@@ -77,7 +77,7 @@ class Case(NamedTuple):
 
     @property
     def is_twin_flow(self) -> bool:
-        """Whether a part of the state is on the device."""
+        """Whether DeepSpeed would have a part of the state on the device."""
         return self.ratio != 1.0
 
     @property

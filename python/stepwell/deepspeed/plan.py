@@ -159,6 +159,11 @@ def _engine_warning(
         remarks.append(
             f'DeepSpeed\'s hooks fetch weights: {unfetched}. hint: "fetch": "deepspeed" says so'
         )
+    if case.is_twin_flow:
+        remarks.append(
+            f"offload_optimizer.ratio is `{case.ratio}`, but all state is off the device. "
+            "hint: leave out ratio"
+        )
     if "accumulate" in written(case.engine) and case.stage < _STAGE_2:
         remarks.append(f"under ZeRO-{case.stage} {_without_effect(['accumulate'])}")
     if case.zenflow is not None:

@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from stepwell.access.writes import Protection
-    from stepwell.deepspeed.zero.device_share import DeviceShare
     from stepwell.deepspeed.zero.operands import Operand
     from stepwell.deepspeed.zero.partition import Partition
     from stepwell.deepspeed.zero.swapped import SwappedPartitions
@@ -85,7 +84,6 @@ class Partitions(Uploads):
         adds_on_host: whether gradients of several backwards are summed in host memory.
         swapped: makes a volume for state that does not fit into host memory; None: all is there.
         deferral: which updates are deferred; None: none is.
-        share: has the gradients of partitions that are stepped on the device; None: none is.
 
     Raises:
         OSError: the device, the memory or the volume cannot be had.
@@ -105,7 +103,6 @@ class Partitions(Uploads):
         adds_on_host: bool = False,
         swapped: SwappedPartitions | None = None,
         deferral: Deferral | None = None,
-        share: DeviceShare | None = None,
     ) -> None:
         self.device = device
         if swapped is not None:
@@ -159,7 +156,6 @@ class Partitions(Uploads):
                 is_summed_on_host=adds_on_host,
                 host_bytes_left=host_bytes_left,
                 end_last_step=self._end_last_step,
-                share=share,
             )
         # The engine unpins what is added to.
         self._finalizer = weakref.finalize(self, _drain, self.gradients)
