@@ -156,7 +156,7 @@ def test_a_batch_comes_after_the_stream_that_made_it(lane, device, engine):
     assert engine.calls == [[(0, 0, 2)]]
     # As a step does, whose stream is another one.
     device.current = training
-    lane.order()
+    lane.launch()
     assert lane._stream.log == [("wait", "training"), ("wait", "reductions")]
     assert target.tolist() == [1.0] * 4
 

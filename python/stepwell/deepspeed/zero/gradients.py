@@ -331,7 +331,7 @@ class Gradients:
         found = norms.keys() | self._on_host
         norm = norm_over_ranks(squares, lambda: self._wide_squares(found), add_up)
         # Behind it: both come down on the same way. What cannot be launched now still waits, and
-        # raises in `order`, within which the other ranks are told.
+        # raises in `complete`, within which the other ranks are told.
         with contextlib.suppress(OSError, RuntimeError):
             self._lane.launch()
         return norm
@@ -395,7 +395,7 @@ class Gradients:
             self._widen()
         else:
             self._widened.clear()
-        self._lane.order()
+        self._lane.launch()
         if self._adder is not None:
             self._adder.order(core)
 

@@ -125,7 +125,7 @@ class CudaLane:
             self._waiting_nbytes += sum(each.piece.nbytes for each in copies)
 
     def launch(self) -> None:
-        """Copies what waits for its batch."""
+        """Copies what waits for its batch. The next step of the engine takes what is copied."""
         with self._lock:
             if not self._waiting:
                 return
@@ -175,10 +175,6 @@ class CudaLane:
         self._stream.synchronize()
         self._reads.let_go()
 
-    def order(self) -> None:
-        """The next step of the engine takes what was copied: it knows of that."""
-        self.launch()
-
 
 class EngineLane:
     """Copies by the engine, which sees to their order, and holds what is copied."""
@@ -215,9 +211,6 @@ class EngineLane:
         """Waits until all is copied: no step takes it. One that has failed says so itself."""
         with contextlib.suppress(OSError):
             self.wait()
-
-    def order(self) -> None:
-        """The next step of the engine takes what was copied: these are its own copies."""
 
 
 Lane: TypeAlias = CudaLane | EngineLane
