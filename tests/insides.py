@@ -100,11 +100,6 @@ def protection_of_writes():
     return Writes, "protection"
 
 
-def lane_of(gradients):
-    """The way down of the gradients of partitions."""
-    return gradients, "_lane"
-
-
 # ---- of ZeRO ----
 
 
@@ -117,11 +112,6 @@ def are_weights_late(zero):
     """Whether weights on the device lack an update of a ZeRO optimizer, or DeepSpeed's, of one."""
     pending = getattr(getattr(zero, "_partitions", None), "pending", None)
     return pending is not None and not pending.is_landed
-
-
-def is_on_device(zero, param):
-    """Whether the device steps it, under Twin-Flow."""
-    return zero._fragment(param).group in zero._share
 
 
 def writes_under_way(partitions):

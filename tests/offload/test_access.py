@@ -17,7 +17,6 @@ import stepwell
 import torch
 from offload_cases import WIDTH, Net, batch, reversed_params, train_step
 from torch import nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 # So many elements take a worker a millisecond.
 BALLAST = 1 << 20
@@ -89,96 +88,14 @@ def run(make, read, steps=4, *, gives_model=True):
     return seen + synchronize(net, optimizer)
 
 
-def nothing(net, optimizer):
-    return []
-
-
 def second_call(net, optimizer):
     with torch.no_grad():
         return [net(batch(7, width=WIDTH)).sum().item()]
 
 
-def evaluation(net, optimizer):
-    found = second_call(net.eval(), optimizer)
-    net.train()
-    return found
-
-
-def state_dict(net, optimizer):
-    return [value.double().sum().item() for value in net.state_dict().values()]
-
-
 def synchronize(net, optimizer):
     optimizer.synchronize()
     return [param.double().norm().item() for param in net.parameters()]
-
-
-def halved(net, optimizer):
-    net.load_state_dict({name: value / 2 for name, value in net.state_dict().items()})
-    return second_call(net, optimizer)
-
-
-def kept_by(net, name, make):
-    """What a read has made behind the first step."""
-    if not hasattr(net, name):
-        # No module or parameter of the model.
-        object.__setattr__(net, name, make())
-    return getattr(net, name)
-
-
-def averaged(net, optimizer):
-    average = kept_by(
-        net, "average", lambda: AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.5))
-    )
-    average.update_parameters(net)
-    return [param.double().norm().item() for param in average.parameters()]
-
-
-def regularised(net, optimizer):
-    optimizer.zero_grad()
-    penalty = sum(param.square().sum() for param in net.parameters())
-    (net(batch(9, width=WIDTH)).square().sum() + 1e-3 * penalty).backward()
-    optimizer.step()
-    return [penalty.item()]
-
-
-def other_optimizer(net, optimizer):
-    kept_by(net, "other", lambda: torch.optim.AdamW(net.parameters(), lr=1e-3)).step()
-    return []
-
-
-def tied_later(net, optimizer):
-    later = kept_by(net, "later", lambda: nn.Linear(WIDTH, WIDTH, bias=False))
-    later.weight = net.first.weight
-    return [later(batch(1, width=WIDTH)).sum().item()]
-
-
-def functional_call(net, optimizer):
-    named = dict(net.named_parameters())
-    return [torch.func.functional_call(net, named, (batch(1, width=WIDTH),)).sum().item()]
-
-
-READS = [
-    averaged,
-    regularised,
-    other_optimizer,
-    tied_later,
-    functional_call,
-    nothing,
-    second_call,
-    evaluation,
-    state_dict,
-    synchronize,
-    halved,
-]
-
-
-@pytest.mark.parametrize("read", READS)
-def test_reads_are_those_of_steps_that_wait(read):
-    def make():
-        return Net(BALLAST)
-
-    assert run(make, read) == run(make, read, gives_model=False)
 
 
 @pytest.mark.parametrize("model", [Tied, Attention])

@@ -109,13 +109,6 @@ def test_a_model_is_given_once():
         stepwell.OffloadAdamW(small(), model=small())
 
 
-def test_what_earlier_releases_had_warns():
-    with pytest.warns(FutureWarning, match="`gate` is `step`, and has no effect"):
-        optimizer = stepwell.OffloadAdamW(small(), gate="step")
-    with pytest.warns(FutureWarning, match="needless"):
-        optimizer.reread_parameters()
-
-
 def test_an_optimizer_without_a_model_says_once_that_steps_wait(caplog):
     net = small()
     train(net, stepwell.OffloadAdamW(net.parameters()), 3)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from insides import num_pending
 from optim_cases import bits
-from selected_models import DTYPES, assert_same, loss_of, model_of, step_with
+from selected_models import assert_same, loss_of, model_of, step_with
 from stepwell import Deferred, OffloadAdamW, Volume
 from torch import nn
 
@@ -35,48 +35,6 @@ def made(
     return model, OffloadAdamW(model, device_bytes_max=device_bytes_max, **options)
 
 
-def some_have_none(step: int, index: int) -> bool:
-    return (step + index) % 3 > 0
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("device_bytes_max", [FIRST, 2 * FIRST, ALL])
-@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-def test_bits_are_those_of_steps_in_host_memory(
-    dtype: torch.dtype, device_bytes_max: int, weight_decay: float
-) -> None:
-    model = model_of(dtype)
-    ours = made(model, device_bytes_max, weight_decay=weight_decay)
-    theirs = made(model, 0, weight_decay=weight_decay)
-    for step in range(1, 9):
-        for each in (ours, theirs):
-            step_with(*each, step, some_have_none)
-        assert ours[1].grad_norm == theirs[1].grad_norm
-    assert ours[1].timing["resident_bytes"] > 0
-    assert_same(ours, theirs)
-
-
-def test_groups_schedules_and_directions_are_each_parameters_own() -> None:
-    model = model_of()
-    pairs = []
-    for device_bytes_max in (ALL, FIRST, 0):
-        each = copy.deepcopy(model)
-        params = list(each.parameters())
-        groups = [
-            {"params": params[:2], "lr": 1e-2, "betas": (0.8, 0.9)},
-            {"params": params[2:4], "lr": 1e-3, "weight_decay": 0.3, "maximize": True},
-            {"params": params[4:], "lr": torch.tensor(3e-3), "eps": 1e-5},
-        ]
-        optimizer = OffloadAdamW(groups, device_bytes_max=device_bytes_max)
-        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-        for step in range(1, 7):
-            step_with(each, optimizer, step, some_have_none)
-            schedule.step()
-        pairs.append((each, optimizer))
-    assert_same(pairs[0], pairs[2])
-    assert_same(pairs[1], pairs[2])
-
-
 @pytest.mark.parametrize("moments", ["bf16", "q8"])
 def test_residents_have_fp32_moments_whatever_the_others_have(moments: str) -> None:
     coded, exact = made(model_of(), ALL, moments=moments), made(model_of(), 0)
@@ -95,22 +53,6 @@ def test_residents_have_fp32_moments_whatever_the_others_have(moments: str) -> N
     for param, expected in zip(one, other, strict=True):
         # A step of the same codes, in the same arithmetic, before either is coded anew.
         assert torch.equal(bits(param), bits(expected))
-
-
-@pytest.mark.parametrize("fraction", [0.0, 0.25, 1.0])
-@pytest.mark.parametrize("device_bytes_max", [FIRST, 2 * FIRST, ALL])
-def test_beside_deferred_updates_every_gradient_is_applied_once(
-    fraction: float, device_bytes_max: int
-) -> None:
-    deferred = Deferred(interval=3, fraction=fraction, reselect=2)
-    ours = made(model_of(), device_bytes_max, deferred=deferred)
-    theirs = made(model_of(), 0)
-    for step in range(1, 12):
-        for each in (ours, theirs):
-            step_with(*each, step, some_have_none)
-        if step == 7:
-            ours[1].drain()
-    assert_same(ours, theirs)
 
 
 def test_a_resident_has_every_update_in_the_next_forward() -> None:
@@ -186,17 +128,6 @@ def test_memory_of_a_parameter_that_leaves_is_given_to_the_next() -> None:
     assert optimizer.timing["resident_bytes"] == FIRST
 
 
-def test_a_scaler_of_gradients_is_undone() -> None:
-    runs = [made(model_of(torch.float16), nbytes) for nbytes in (FIRST, 0)]
-    for model, optimizer in runs:
-        for step in (1, 2, 3):
-            optimizer.grad_scale = torch.tensor(4.0)
-            optimizer.found_inf = torch.tensor(float(step == 2))
-            step_with(model, optimizer, step)
-        assert optimizer.skipped_steps == 1
-    assert_same(*runs)
-
-
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
@@ -243,26 +174,6 @@ def test_options_that_do_not_go_with_it_are_refused(tmp_path: Path) -> None:
 
 
 # ---- its state, as programs see, save, write and load it ----
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_either_kind_goes_on_from_the_others_state_dict(dtype: torch.dtype) -> None:
-    runs = [made(model_of(dtype), nbytes) for nbytes in (ALL, 0)]
-    for step in range(1, 4):
-        for each in runs:
-            step_with(*each, step)
-    for saved in (0, 1):
-        for nbytes in (ALL, FIRST, 0):
-            resumed = made(runs[saved][0], nbytes)
-            resumed[1].load_state_dict(copy.deepcopy(runs[saved][1].state_dict()))
-            assert_same(resumed, runs[0])
-            for step in (4, 5):
-                step_with(*resumed, step)
-            went_on = made(runs[0][0], 0)
-            went_on[1].load_state_dict(copy.deepcopy(runs[0][1].state_dict()))
-            for step in (4, 5):
-                step_with(*went_on, step)
-            assert_same(resumed, went_on)
 
 
 def test_a_state_dict_is_a_snapshot_and_saving_changes_nothing() -> None:

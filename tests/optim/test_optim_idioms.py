@@ -5,7 +5,6 @@ It works as under torch.optim.AdamW, or an error says what to do.
 
 import copy
 import logging
-from collections import defaultdict
 
 import pytest
 import stepwell
@@ -70,32 +69,6 @@ def test_gradients_whose_squares_overflow_are_finite(cls, value):
     if cls is stepwell.OffloadAdamW:
         assert optimizer.grad_norm == pytest.approx(2.0 * value)
     assert params[1][0].item() == pytest.approx(0.9)
-
-
-RESETS = {
-    "setstate": lambda o: o.__setstate__({"state": defaultdict(dict)}),
-    "setstate with groups": lambda o: o.__setstate__(
-        {"state": defaultdict(dict), "param_groups": [dict(group) for group in o.param_groups]}
-    ),
-    "entries": lambda o: o.state.update({param: {} for param in o.state}),
-    "load": lambda o: o.load_state_dict({**o.state_dict(), "state": {}}),
-}
-
-
-@pytest.mark.parametrize("cls", OURS)
-@pytest.mark.parametrize("reset", RESETS.values(), ids=RESETS)
-def test_state_that_is_reset_begins_anew(cls, reset):
-    def run(cls):
-        param = ones(4)
-        optimizer = cls([param], lr=0.1)
-        for number in range(6):
-            if number in (2, 3):
-                reset(optimizer)
-            step(optimizer, [param], 1.0 - number)
-        assert optimizer.state[param]["step"] == 3
-        return param, *(optimizer.state[param][name] for name in ("exp_avg", "exp_avg_sq"))
-
-    torch.testing.assert_close(run(cls), run(torch.optim.AdamW))
 
 
 @pytest.mark.parametrize("cls", OURS)

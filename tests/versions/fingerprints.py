@@ -42,10 +42,6 @@ CLASSES = {
         "deepspeed.runtime.zero.partitioned_param_coordinator",
         "PartitionedParameterCoordinator",
     ),
-    ("linear", "LinearFunction"): (
-        "deepspeed.runtime.zero.linear",
-        "LinearFunctionForZeroStage3",
-    ),
 }
 """Stepwell's classes, and DeepSpeed's in whose place they are."""
 

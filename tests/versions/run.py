@@ -34,7 +34,6 @@ DEEPSPEED_TESTS = (
     "offload_access",
     "clients",
     "torch_adam",
-    "twin_flow",
     "fetch",
     "late",
     "nvme",

@@ -35,7 +35,6 @@ from fsdp_volumes import (
     train,
     with_room_for_some,
 )
-from stepwell import _core
 from stepwell.store import sharded_volume
 from stepwell.store.swapped import Swapped
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -126,16 +125,6 @@ def test_ranks_that_are_ahead_go_back(two, drives):
     assert two.run(go_on, drives, 2) == [5, 5]
 
 
-def test_ranks_that_are_a_commit_ahead_go_back(two, drives):
-    two.run(one_is_behind, drives, 2, 2)
-    assert two.run(go_on, drives, 2) == [5, 5]
-
-
-def test_volumes_of_steps_further_apart_are_refused(two, drives):
-    two.run(one_is_behind, drives, 2)
-    two.run(refused_on_all, drives, r"at the steps `\[4, 2\]`(.|\n)*hint")
-
-
 def to_step(drives, last):
     """Goes on, or begins, and ends the optimizer behind this step."""
     gc.collect()
@@ -196,26 +185,6 @@ def test_what_is_not_to_be_kept_stays_until_it_was_gone_on_from(two, drives):
     assert two.run(resumed_and_not_kept, drives) == [2, 2]
     two.run(gc.collect)
     assert not files(drives)
-
-
-def begun(drives):
-    gc.collect()
-    net = sharded()
-    optimizer = on_volume(net, drives, name="run", resume=True)
-    first = optimizer.committed_steps
-    train(net, optimizer, 3)
-    assert all_bits(net, optimizer) == reference(3)[1]
-    return first, end(optimizer)
-
-
-def test_ranks_of_which_one_has_no_commit_begin(two, drives):
-    # As the second one was killed before its first commit.
-    two.run(first_run, drives, 1)
-    two.run(gc.collect)
-    for path, _ in members(drives, 1):
-        path.unlink()
-    assert two.run(begun, drives) == [(0, 3)] * 2
-    assert two.run(go_on, drives, 3) == [6, 6]
 
 
 def swapped_ranks(drives):
@@ -388,26 +357,6 @@ def a_drive_that_fails(drives, found_inf):
 @pytest.mark.parametrize("found_inf", [False, True])
 def test_a_drive_that_fails_on_one_rank_stops_all(two, drives, found_inf):
     assert two.run(a_drive_that_fails, drives, found_inf) == [2, 1]
-
-
-def a_full_drive(drives):
-    gc.collect()
-    rank = dist.get_rank()
-    with pytest.MonkeyPatch.context() as patched:
-        if rank:
-
-            def full(*_, **__):
-                raise OSError("no space left")
-
-            patched.setattr(_core, "Swap", full)
-        with pytest.raises(OSError, match="no space left"):
-            on_volume(sharded(), drives, name="run")
-    gc.collect()
-
-
-def test_a_rank_without_a_volume_is_told_to_the_others(two, drives):
-    two.run(a_full_drive, drives)
-    assert files(drives) == []
 
 
 def too_little_memory(drives, in_groups):

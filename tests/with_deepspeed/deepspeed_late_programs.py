@@ -121,24 +121,6 @@ def waits(result):
     engine.destroy()
 
 
-def prefetches(result):
-    """What DeepSpeed's own fetches are told of how much may be prefetched."""
-    config = offloaded()
-    config["stepwell"] = {**config.get("stepwell", {}), "fetch": "deepspeed"}
-    engine, late, _ = trained_late(config)
-    squared(engine, next(vectors(1, first=90)))
-    # The forward has waited for the weights, and the step may end a little later.
-    partitions_of(engine.optimizer).finish()
-    coordinator = engine.optimizer._get_param_coordinator()
-    size = coordinator._PartitionedParameterCoordinator__prefetch_bucket_sz
-    # What DeepSpeed asks: whether there is one, and which is less.
-    result["prefetch"] = [size > 0, int(min(int(1e12), size))]
-    late.keep_busy = True
-    result["prefetch"] += [size > 0]
-    late.keep_busy = False
-    engine.destroy()
-
-
 def written(result):
     """Weights and masters that a program sets after a late step, and the step after it."""
     import deepspeed
@@ -319,7 +301,6 @@ def program_late(result):
     read(result, "in time", config, is_late=False)
     gates(result.setdefault("gates", {}))
     waits(result)
-    prefetches(result)
     written(result)
     exposed(result)
     not_begun(result)

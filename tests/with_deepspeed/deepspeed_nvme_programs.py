@@ -3,8 +3,6 @@
 Against the same runs with the state in host memory.
 """
 
-import contextlib
-import ctypes
 import os
 import shutil
 import signal
@@ -136,19 +134,6 @@ def paths(result, folder):
         result[name] = both(config, folder / name, host_bytes_max=host_bytes(8))
 
 
-def several_drives(folder):
-    """A run with its state on two folders, one in host memory, and the files that are left."""
-    drives = [folder / name for name in "ab"]
-    for drive in drives:
-        drive.mkdir(parents=True)
-    config = bf16(3)
-    swapped = on_volume(config, drives[0], name="run")
-    swapped["stepwell"]["nvme_paths"] = list(map(str, drives))
-    runs = [run(swapped), run(config)]
-    files = [path for drive in drives for path in drive.iterdir()]
-    return runs, {str(path.relative_to(folder)): path.stat().st_size for path in files}
-
-
 def bf16(stage, **more):
     return configuration(stage=stage, dtype="bf16", **more)
 
@@ -190,117 +175,10 @@ def accesses(config):
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-MS_REMOUNT, MNT_DETACH = 32, 2
-
-
-def looks(config):
-    """Bytes that are read for looks at fragments, and what is trained with looks and without."""
-    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-
-    results = []
-    for is_looked_at in (False, True):
-        engine = engine_of(config)
-        params = list(engine.module.parameters())
-        read = []
-
-        def note(read=read, engine=engine):
-            read.append(bytes_read(engine))
-
-        losses = train(engine, vectors(2), squared)
-        note()
-        kept = None
-        if is_looked_at:
-            kept = safe_get_full_fp32_param(params[0])
-            note()
-            for key in MOMENTS:
-                safe_get_full_optimizer_state(params[0], key).sum()
-            note()
-            seen = kept.clone()
-        losses += train(engine, vectors(1, 2), squared)
-        note()
-        if is_looked_at:
-            assert torch.equal(kept, seen), "a look before a step is a snapshot after it"
-            assert not torch.equal(safe_get_full_fp32_param(params[0]), seen)
-        found = []
-        for step, look in enumerate((fragments_of, whole_state_of), 3):
-            with pytest.MonkeyPatch.context() as patched:
-                if is_looked_at:
-                    look_before_steps(patched, engine, look)
-                losses += train(engine, vectors(1, step), squared)
-            found += [each.clone() for each in fragments_of(engine)]
-        results.append(
-            {"losses": losses, "read": read, "found": found, "partitions": ended(engine)}
-        )
-    return results
-
-
 def bytes_read(engine):
     """By all steps so far."""
     partitions_of(engine.optimizer).finish()
     return engine.optimizer.timing["bytes_read"]
-
-
-def fragments_of(engine):
-    """A moment and the master of one parameter."""
-    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-
-    param = next(engine.module.parameters())
-    return [safe_get_full_optimizer_state(param, MOMENTS[0]) + 0, safe_get_full_fp32_param(param)]
-
-
-def whole_state_of(engine):
-    for state in engine.optimizer.optimizer.state.values():
-        state[MOMENTS[0]].sum()
-
-
-def look_before_steps(patched, engine, look):
-    """As another thread may: when a step is ready, and before it is submitted."""
-    partitions = partitions_of(engine.optimizer)
-    submit = partitions.submit
-
-    def looked_at(*args, **kwargs):
-        look(engine)
-        submit(*args, **kwargs)
-
-    patched.setattr(partitions, "submit", looked_at)
-
-
-def full_drive(result, at):
-    """A drive that has no room for a volume; one that is full once the volume is made."""
-    if os.geteuid() != 0:
-        result["skipped"] = "it mounts a file system, which takes root"
-        return
-    at.mkdir(parents=True)
-    config = bf16(3)
-
-    # Programs have no PATH.
-    libc, target = ctypes.CDLL(None), os.fsencode(at)
-
-    def mount(options, flags=0):
-        return libc.mount(b"tmpfs", target, b"tmpfs", ctypes.c_ulong(flags), options) == 0
-
-    if not mount(b"size=1m"):
-        result["skipped"] = "no file system can be mounted here"
-        return
-    try:
-        result["refused"] = error_of(lambda: engine_of(on_volume(config, at)))
-        result["left"] = sorted(path.name for path in at.iterdir())
-        assert mount(b"size=64m", MS_REMOUNT)
-        engine = engine_of(on_volume(config, at))
-        losses = train(engine, vectors(1), squared)
-        with (at / "filler").open("wb") as file, contextlib.suppress(OSError):
-            while True:
-                file.write(bytes(1 << 16))
-                file.flush()
-        losses += train(engine, vectors(2, 1), squared)
-        flat = engine.optimizer.fp32_partitioned_groups_flat[0]
-        result["look"] = error_of(flat.sum)
-        losses += train(engine, vectors(1, 3), squared)
-        (at / "filler").unlink()
-        result["ended"] = {"losses": losses, "partitions": ended(engine)}
-    finally:
-        libc.umount2(target, MNT_DETACH)
-    result["in memory"] = run(config, steps=4)
 
 
 def checkpoints(result, folder, stage):
@@ -473,14 +351,11 @@ def program_nvme(result, *, folder):
         at = folder / f"accesses {stage}"
         at.mkdir(parents=True)
         result["accesses", stage] = [accesses(on_volume(config, at)), accesses(config)]
-        result["looks", stage] = looks(on_volume(config, at))
         checkpoints(result.setdefault(("checkpoints", stage), {}), folder / "checkpoints", stage)
         result["consolidated", stage] = consolidated(folder / "checkpoints", stage)
         result["universal", stage] = universal(folder / "checkpoints", stage)
         resumed(result.setdefault(("resumed", stage), {}), folder, stage)
-    full_drive(result.setdefault("full drive", {}), folder / "full")
     result["ignored keys"] = ignored_keys(folder / "ignored")
-    result["several drives"] = several_drives(folder / "several")
 
 
 def program_nvme_ranks(result, *, folder):
@@ -527,7 +402,6 @@ def on_ranks(result, at, config, rank):
     result["name"] = own.name
     # It waits for the commit.
     assert engine.optimizer.committed_steps == 1
-    keep_as(own, "first")
     train(engine, vectors(1, 1, rank=rank), squared)
     engine.destroy()
     keep_as(own, "second")
@@ -544,20 +418,7 @@ def on_ranks(result, at, config, rank):
         train(engine, vectors(1, done, rank=rank), squared)
         result["gone back", behind] = done, ended(engine)
 
-    removed_at_end = on_volume(config, at, name="run", resume=True, keep=False)
-    put_back(own, "first" if rank == 1 else "third")
-    result["uneven"] = error_of(lambda: engine_of(removed_at_end))
-    if rank == 1:
-        own.rename(at / "away")
-    result["missing"] = error_of(lambda: engine_of(removed_at_end))
-    if rank == 1:
-        (at / "away").rename(own)
-    result["not resumed"] = own.exists()
-    result["several runs"] = several_runs(config, at, own, rank)
-    put_back(own, "second")
-    engine_of(removed_at_end).destroy()
-    result["ended"] = own.exists()
-
+    own.unlink()
     engine = engine_of(on_volume(config, at, name="run"))
     more = vectors(1, rank=rank)
     result["waits"] = waits_before_norms(engine, lambda: train(engine, more, squared))
@@ -567,22 +428,6 @@ def on_ranks(result, at, config, rank):
     result["fails"] = [
         error_of(lambda: train(engine, vectors(2, 1, rank=rank), squared)) for _ in range(2)
     ]
-
-
-def several_runs(config, at, own, rank):
-    """What is said where the ranks have volumes of two runs, both at their second step."""
-    own.unlink()
-    engine = engine_of(on_volume(config, at, name="run"))
-    train(engine, vectors(1, rank=rank), squared)
-    # As where the state of a checkpoint is loaded.
-    for state in engine.optimizer.optimizer.state.values():
-        state["step"] += 5
-    train(engine, vectors(1, 1, rank=rank), squared)
-    assert engine.optimizer.committed_steps == 2
-    engine.destroy()
-    if rank == 0:
-        put_back(own, "second")
-    return error_of(lambda: engine_of(on_volume(config, at, name="run", resume=True)))
 
 
 def waits_before_norms(engine, train):

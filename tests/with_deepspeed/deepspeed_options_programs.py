@@ -32,7 +32,7 @@ def program_options(result):
             initialize(model, config, **more)
         except ValueError as error:
             result[name] = str(error)
-    ratio = configuration(dtype="bf16", stage=3, precision={"bf16_master_weights_and_grads": True})
+    ratio = configuration(dtype="bf16", stage=3)
     ratio["zero_optimization"]["offload_optimizer"]["ratio"] = 0.5
     for name, config in {
         "off": configuration(stepwell={"engine": False}),

@@ -295,10 +295,7 @@ def program_deepspeeds_zenflow(result, stage, overlap):
     stepwell.deepspeed.register()
     handler = Lines()
     logger.addHandler(handler)
-    weight = perceptron()[0].weight.detach().bfloat16()
     engine = initialize(perceptron(), zenflow_configuration(stage, overlap_step=overlap))
-    found = engine.module[0].weight.detach()
-    result["is_shuffled"] = torch.equal(found.flatten(), weight.t().flatten())
     result["losses"] = train(engine, vectors(24), squared)
     result["warnings"] = [line for line in handler.lines if "stepwell: " in line]
     optimizer = engine.optimizer.optimizer

@@ -31,7 +31,6 @@ MODULES = (
     "deepspeed_gpu_programs",
     "deepspeed_torch_adam_programs",
     "deepspeed_access_programs",
-    "deepspeed_twin_flow_programs",
     "deepspeed_late_programs",
     "deepspeed_fetch_programs",
     "deepspeed_fetch_ranks_programs",

@@ -18,7 +18,6 @@ from deepspeed_engines import (
 
 def program_curves(result):
     """Loss curves of torch, and of DeepSpeed on Stepwell in many configurations."""
-    import stepwell
     import stepwell.deepspeed
 
     stepwell.deepspeed.register()
@@ -37,11 +36,6 @@ def program_curves(result):
 
     result["torch"] = alone(torch.optim.AdamW)
     result["torch Adam"] = alone(torch.optim.Adam)
-    result["stepwell"] = alone(stepwell.AdamW)
-    for stage in (2, 3):
-        result[f"ZeRO-{stage}"] = trained(configuration(stage=stage))
-        ours = configuration(stage=stage, optimizer="StepwellAdamW")
-        result[f"StepwellAdamW ZeRO-{stage}"] = trained(ours)
     result["StepwellAdam"] = trained(configuration(optimizer="StepwellAdam"))
     result["Adam, adam_w_mode false"] = trained(
         configuration(optimizer="Adam", params={"adam_w_mode": False})
@@ -50,23 +44,10 @@ def program_curves(result):
     result["fused_adam without ZeRO"] = train(
         initialize(perceptron(), configuration(stage=0, offload=None)), vectors(STEPS), squared
     )
-    for moments in ("bf16", "q8"):
-        result[f"moments {moments}"] = trained(
-            configuration(optimizer="StepwellAdamW", params={"moments": moments})
-        )
-    client = perceptron()
-    config = configuration()
-    del config["optimizer"]
-    result["client"] = trained(
-        config,
-        model=lambda: client,
-        optimizer=stepwell.AdamW(client.parameters(), lr=LR, weight_decay=0.01),
-    )
     # 16-bit models
     masters = {"bf16_master_weights_and_grads": True}
     states = masters | {"bf16_optimizer_states": True}
     result["bf16"] = trained(configuration(dtype="bf16"))
-    result["bf16 ZeRO-3"] = trained(configuration(dtype="bf16", stage=3))
     for stage in (2, 3):
         for name, precision in (("masters", masters), ("states", states)):
             for optimizer in ("AdamW", "StepwellAdamW"):

@@ -8,6 +8,7 @@ import weakref
 import pytest
 import torch
 from stepwell.deepspeed.zero import lanes
+from stepwell.deepspeed.zero import partitions as made_of
 from stepwell.deepspeed.zero.lanes import Copy, CudaLane
 from stepwell.deepspeed.zero.partition import Fragment, Partition
 from stepwell.deepspeed.zero.partitions import Partitions
@@ -155,7 +156,7 @@ def test_a_batch_comes_after_the_stream_that_made_it(lane, device, engine):
     assert engine.calls == [[(0, 0, 2)]]
     # As a step does, whose stream is another one.
     device.current = training
-    lane.order()
+    lane.launch()
     assert lane._stream.log == [("wait", "training"), ("wait", "reductions")]
     assert target.tolist() == [1.0] * 4
 
@@ -193,7 +194,7 @@ def test_a_gradient_is_held_until_it_is_copied(lane):
 
 @pytest.fixture
 def partitions(device, monkeypatch):
-    monkeypatch.setattr(Partitions, "_lane", lambda self, **_: CudaLane(CPU, self.engine.core))
+    monkeypatch.setattr(made_of, "EngineLane", lambda core: CudaLane(CPU, core))
     held = torch.empty(0, requires_grad=True)
     weight = torch.ones(40)
     return Partitions([Partition(held, weight, torch.float32, 0, False)], device=CPU, threads=1)

@@ -62,10 +62,6 @@ def test_a_forward_waits_for_what_it_gathers(runs):
     assert len(runs["waits"]) == 2
 
 
-def test_nothing_is_prefetched_while_a_step_runs(runs):
-    assert runs["prefetch"] == [True, 50_000_000, False]
-
-
 def test_what_a_program_writes_comes_after_the_step(runs):
     losses, found = runs["written", True]
     expected_losses, expected = runs["written", False]

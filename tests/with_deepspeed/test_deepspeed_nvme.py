@@ -4,7 +4,7 @@ import deepspeed_run
 import pytest
 import torch
 from deepspeed_asserts import assert_same_partitions, assert_same_values
-from deepspeed_nvme_programs import NUMEL, STAGES
+from deepspeed_nvme_programs import STAGES
 
 PROGRAM_TIMEOUT = 240
 pytestmark = pytest.mark.timeout(PROGRAM_TIMEOUT + 30)
@@ -58,31 +58,11 @@ def test_the_volume_has_the_bits_of_host_memory(runs, name):
     assert swapped["left"] == []
 
 
-def test_several_drives_have_their_share(runs):
-    (swapped, in_memory), files = runs["several drives"]
-    assert_same_run(swapped, in_memory)
-    assert sorted(files) == ["a/run.0.stepwell", "b/run.1.stepwell"]
-    # Two slots of 10 bytes and 2 of a weight for each element, of which either has a half or so.
-    assert min(files.values()) > 8 * NUMEL
-
-
-@pytest.mark.parametrize(
-    ("name", "beside_volume", "in_memory"),
-    [
-        # Weights that go up and gradients that come down, 16 bits each.
-        ("stage 1", 0, 4),
-        ("stage 2", 0, 4),
-        ("stage 3", 0, 4),
-        # Sums come up and go down again in each backward; forwards fetch weights.
-        ("accumulated", 2, 4),
-        ("offload_param", 2, 4),
-    ],
-)
-def test_what_a_step_alone_copies_is_not_pinned_beside_a_volume(
-    runs, name, beside_volume, in_memory
-):
-    found = [run["pinned"] for run in runs["paths"][name]]
-    assert found == [beside_volume, in_memory]
+@pytest.mark.parametrize("name", ["stage 1", "stage 2", "stage 3", "accumulated", "offload_param"])
+def test_weights_that_a_step_alone_copies_are_not_pinned_beside_a_volume(runs, name):
+    # Gradients come down, and with `offload_param` forwards fetch weights: 16 bits each.
+    beside_volume = 4 if name == "offload_param" else 2
+    assert [run["pinned"] for run in runs["paths"][name]] == [beside_volume, 4]
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -91,37 +71,6 @@ def test_accessors_get_and_set_what_is_on_the_volume(runs, stage):
     assert swapped["losses"] == in_memory["losses"]
     assert_same_values(swapped["got"], in_memory["got"])
     assert_same_partitions(swapped["partitions"], in_memory["partitions"])
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_look_at_a_fragment_brings_its_chunks_alone(runs, stage):
-    straight, looked = runs["looks", stage]
-    assert looked["losses"] == straight["losses"]
-    assert_same_partitions(looked["partitions"], straight["partitions"])
-    assert all(map(torch.equal, looked["found"], straight["found"]))
-    before, after, moments, stepped = looked["read"]
-    # Of the three chunks of the model the parameter is the first.
-    record = 65_536 * 10
-    assert record <= after - before < 2 * record
-    assert moments == after
-    # What was not written to is read by the step as without a look.
-    assert stepped - moments == straight["read"][1] - straight["read"][0]
-
-
-def test_a_full_drive_is_named_and_harms_nothing(runs):
-    found = runs["full drive"]
-    if "skipped" in found:
-        pytest.skip(found["skipped"])
-    kind, text = found["refused"]
-    assert kind == "OSError"
-    assert "member `0`" in text
-    assert "are free" in text
-    assert found["left"] == []
-    kind, text = found["look"]
-    assert kind == "OSError"
-    assert "no access to masters and moments" in text
-    assert found["ended"]["losses"] == found["in memory"]["losses"]
-    assert_same_partitions(found["ended"]["partitions"], found["in memory"]["partitions"])
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -224,27 +173,6 @@ def test_ranks_that_are_ahead_go_back(ranks, stage, behind):
         done, gone_on = found[stage]["gone back", behind]
         assert done == 2
         assert_same_partitions(gone_on, found[stage]["resumed"])
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_volumes_of_steps_further_apart_are_refused_and_stay(ranks, stage):
-    for found in ranks:
-        for case, steps in (("uneven", "`[3, 1]`"), ("missing", "`[3, 0]`")):
-            kind, text = found[stage][case]
-            assert kind == "ValueError"
-            assert steps in text
-        # They are not to be kept, once a run has gone on from them.
-        assert found[stage]["not resumed"]
-        assert not found[stage]["ended"]
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_volumes_of_several_runs_are_refused(ranks, stage):
-    for found in ranks:
-        kind, text = found[stage]["several runs"]
-        assert kind == "ValueError"
-        assert "expected one run" in text
-        assert "hint: " in text
 
 
 @pytest.mark.parametrize("stage", STAGES)

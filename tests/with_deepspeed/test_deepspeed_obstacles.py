@@ -18,16 +18,6 @@ class Subclass(torch.optim.AdamW):
 
 
 OBSTACLES = {
-    "ratio, nvme": (
-        {
-            "zero_optimization_stage": 3,
-            "zero_offload_optimizer": offload("nvme"),
-            "zero_partial_offload": 0.5,
-        },
-        {},
-        "offload_optimizer.ratio is `0.5`, and offload_optimizer.device is `nvme`",
-        "NVMe swapper",
-    ),
     "optimizer": (
         {},
         {"optimizer": Subclass([torch.nn.Parameter(torch.ones(1))])},
@@ -71,18 +61,6 @@ OBSTACLES = {
         "compression_training quantizes or prunes weights",
         "own path",
     ),
-    "ratio, bf16 masters": (
-        {"zero_partial_offload": 0.5, "bf16_master_weights_and_gradients": True},
-        {},
-        "ratio is `0.5`, and masters are in 16 bits",
-        "Twin-Flow",
-    ),
-    "ratio, fp16 masters": (
-        {"zero_partial_offload": 0.5, "fp16_master_weights_and_gradients": True},
-        {},
-        "ratio is `0.5`, and masters are in 16 bits",
-        "Twin-Flow",
-    ),
     "experts": (
         {"has_moe_layers": True, "zero_optimization_stage": 3},
         {},
@@ -110,19 +88,6 @@ def test_each_obstacle_is_told_with_what_steps_instead(name):
     keeps = '"stepwell": {"engine": false} in the JSON keeps it so without this warning'
     assert (keeps in found.warning) == (name != "off")
     assert ("without effect in the block" in found.warning) == (name == "off")
-
-
-@pytest.mark.parametrize("block", [{}, {"zenflow": False}, {"engine": False}], ids=str)
-def test_that_deepspeeds_zenflow_shuffles_a_model_is_told(block):
-    def told(release, **changed):
-        sys.modules["deepspeed"].__version__ = release
-        found = planned(Engine(block=block, zenflow=True, **changed)).warning
-        return "shuffles the elements of every matrix" in (found or "")
-
-    assert [told(release) for release in ("0.19.6", "0.19.7", "0.19.8")] == [False, True, True]
-    # Of these nothing is known.
-    assert not told("0.19.9")
-    assert not told("0.19.8", zero_optimization_stage=3)
 
 
 def test_releases_that_round_sums_in_fp32_keep_them(monkeypatch):

@@ -28,11 +28,9 @@ KEPT_SO = '"stepwell": {"engine": false} in the JSON keeps it so without this wa
 PATHS = {
     "off": (ZERO, OURS),
     "ratio": (
-        "DeepSpeedZeroOptimizer_Stage3",
+        "OffloadZeroOptimizerStage3",
         OURS,
-        "ratio is `0.5`, and masters are in 16 bits. What steps: DeepSpeed's Twin-Flow: ",
-        "the share in host memory, on Stepwell's kernels. hint: leave out ratio",
-        KEPT_SO,
+        "ratio is `0.5`, but all state is off the device. hint: leave out ratio",
     ),
     "no offload, keys": (ZERO, "FusedAdam", "nothing is offloaded", "`threads`"),
     "torch": (

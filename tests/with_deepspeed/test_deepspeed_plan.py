@@ -40,7 +40,6 @@ def deepspeed(monkeypatch):
         ({"mpu": SimpleNamespace(initialize_sequence_parallel=None)}, None, "module"),
         ({"has_moe_layers": True}, "OffloadZeroOptimizer", "module"),
         ({"zero_elastic_checkpoint": True}, "OffloadZeroOptimizer", "module"),
-        ({"zero_optimization_stage": 3, "zero_partial_offload": 0.5}, None, "step"),
         ({"bf16_master_weights_and_gradients": True}, "OffloadZeroOptimizer", "module"),
     ],
 )
@@ -111,6 +110,18 @@ def test_a_gate_that_is_written_and_not_followed_is_told(changed, said):
     found = planned(Engine(block={"gate": "module"}, **changed))
     assert said in found.warning
     assert 'hint: "gate": "step" says so' in found.warning
+
+
+def test_a_share_of_the_state_on_the_device_is_no_obstacle_and_there_is_none(tmp_path):
+    for changed in (
+        {},
+        {"bf16_master_weights_and_gradients": True},
+        {"zero_offload_optimizer": nvme(tmp_path)},
+    ):
+        changed |= {"zero_optimization_stage": 3, "zero_partial_offload": 0.5}
+        found = planned(Engine(**changed))
+        assert found.zero_class == "OffloadZeroOptimizerStage3"
+        assert "ratio is `0.5`, but all state is off the device. hint: " in found.warning
 
 
 def test_other_keys_that_are_not_followed_are_told():
@@ -261,7 +272,10 @@ def test_propagation_is_what_the_json_says(key):
         ),
         ({"zenflow": True}, "zenflow is on"),
         ({"super_offload": True}, "super_offload is on"),
-        ({"zero_partial_offload": 0.5}, "ratio is `0.5`, and `AdamW` steps in host memory only"),
+        (
+            {"zero_partial_offload": 0.5, "block": {"engine": False}},
+            "ratio is `0.5`, and `AdamW` steps in host memory only",
+        ),
     ],
 )
 def test_ours_is_refused_where_it_cannot_step(changed, said):

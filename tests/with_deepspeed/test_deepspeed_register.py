@@ -282,16 +282,14 @@ def test_zenflow_that_the_engine_does_not_take_is_deepspeeds(tmp_path, stage, ov
         with pytest.raises(ProcessLookupError):
             os.kill(result["pid"], 0)
     if stage == 2:
-        # DeepSpeed's own, which another release may mend: then the warning goes.
-        said = ["shuffles the elements of every matrix"] if result["is_shuffled"] else []
+        # The JSON says so.
+        assert result["warnings"] == []
     else:
         reason = "zenflow is on: zero_optimization.stage is neither 1 nor 2"
-        said = [f"not on the offload engine: zero_optimization.{reason}. What steps: "]
-    assert len(result["warnings"]) == len(said)
-    for line, part in zip(result["warnings"], said, strict=True):
-        assert part in line
+        (line,) = result["warnings"]
+        assert f"not on the offload engine: zero_optimization.{reason}. What steps: " in line
         assert "hint: leave out zenflow" in line
-        assert ("on DeepSpeed's own op, which a C++ compiler builds" in line) == (stage == 3)
+        assert "on DeepSpeed's own op, which a C++ compiler builds" in line
 
 
 @slow

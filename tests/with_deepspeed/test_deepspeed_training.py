@@ -14,8 +14,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(PROGRAM_TIMEOUT + 60)]
 # Losses of a few steps that differ in how each step is rounded (fused multiply-add or not; order of
 # sums over partitions).
 ROUNDING_RTOL = 2e-5
-# Losses of STEPS steps with moments of 8 significant bits and 8-bit codes.
-CODEC_RTOL = {"bf16": 2e-2, "q8": 2e-2}
+# What a run does with 8-bit codes of moments.
+Q8_RTOL = 2e-2
 # bfloat16 weights: each holds 8 bits.
 BF16_RTOL = 0.05
 
@@ -30,19 +30,6 @@ def assert_same_curve(run, expected, rtol=ROUNDING_RTOL):
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=rtol, atol=0)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_both_optimizers_take_the_same_steps(curves, stage):
-    theirs, ours = curves[f"ZeRO-{stage}"], curves[f"StepwellAdamW ZeRO-{stage}"]
-    assert ours["optimizer"] == "StepwellAdamW"
-    assert ours["losses"] == theirs["losses"]
-    for (flat, state), (other, other_state) in zip(
-        ours["partitions"], theirs["partitions"], strict=True
-    ):
-        assert torch.equal(flat, other)
-        assert torch.equal(state["exp_avg_sq"], other_state["exp_avg_sq"])
-        assert int(state["step"]) == other_state["step"] == deepspeed_engines.STEPS
-
-
 def test_adam_follows_torch(curves):
     assert curves["torch Adam"] != curves["torch"]
     assert_same_curve(curves["StepwellAdam"], curves["torch Adam"])
@@ -53,26 +40,6 @@ def test_adam_without_offload_follows_torch(curves):
     assert curves["fused_adam"]["optimizer"] == "FusedAdam"
     assert_same_curve(curves["fused_adam"], curves["torch"])
     assert_same_curve(curves["fused_adam without ZeRO"], curves["torch"])
-
-
-def test_a_client_optimizer_is_taken(curves):
-    assert curves["client"]["optimizer"] == "AdamW"
-    assert_same_curve(curves["client"], curves["stepwell"])
-
-
-@pytest.mark.parametrize("moments", ["bf16", "q8"])
-def test_codecs(curves, moments):
-    run = curves[f"moments {moments}"]
-    assert run["losses"] != curves["torch"]
-    assert_same_curve(run, curves["torch"], CODEC_RTOL[moments])
-    state = run["partitions"][0][1]
-    assert "exp_avg_codes" in state if moments == "q8" else state["exp_avg"].dtype == torch.bfloat16
-
-
-def test_bf16_with_fp32_masters(curves):
-    assert_same_curve(curves["bf16"], curves["torch"], BF16_RTOL)
-    assert curves["bf16 ZeRO-3"]["losses"] == curves["bf16"]["losses"]
-    assert curves["bf16"]["partitions"][0][0].dtype == torch.float32
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -114,9 +81,9 @@ def test_two_ranks_follow_torch(tmp_path):
     expected = ranks[0]["torch"]
     # As for losses; an element near 0 is as far off as its neighbours.
     torch.testing.assert_close(flat("AdamW"), expected, rtol=1e-4, atol=1e-5)
-    assert (flat("q8") - expected).abs().mean() < CODEC_RTOL[
-        "q8"
-    ] * deepspeed_engines.LR * deepspeed_engines.STEPS
+    assert (
+        flat("q8") - expected
+    ).abs().mean() < Q8_RTOL * deepspeed_engines.LR * deepspeed_engines.STEPS
     assert not torch.equal(flat("q8"), flat("AdamW"))
     # Also of parameters that lie in the other rank's partition: no rank goes on alone.
     for rank in ranks:

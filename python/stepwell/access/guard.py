@@ -147,10 +147,6 @@ class WeightGuard:
         """Whether the gradient of the DTensor `param` is final when hooks are called with it."""
         return False
 
-    def is_under_way(self, param: torch.Tensor) -> bool:
-        """Whether the step's stream has not waited for `param` yet."""
-        return self._writes.holds(param)
-
     @property
     def any_under_way(self) -> bool:
         """Whether there is a parameter for which the step's stream has not waited."""

@@ -15,7 +15,7 @@ import torch
 from stepwell import optim
 from stepwell.deepspeed import fingerprints, zenflow
 from stepwell.deepspeed.options import Options, said, written
-from stepwell.deepspeed.release import has_fp32_sums, shuffles_with_zenflow
+from stepwell.deepspeed.release import has_fp32_sums
 from stepwell.deepspeed.seams import accelerator_name
 from stepwell.deepspeed.zero.operands import obstacle_of
 
@@ -77,7 +77,7 @@ class Case(NamedTuple):
 
     @property
     def is_twin_flow(self) -> bool:
-        """Whether a part of the state is on the device."""
+        """Whether DeepSpeed would have a part of the state on the device."""
         return self.ratio != 1.0
 
     @property
@@ -215,12 +215,6 @@ class Case(NamedTuple):
         """Why ZenFlow is DeepSpeed's own, behind a colon; empty: it is not known."""
         why = vars(self.engine).get("stepwell_zenflow_obstacle")
         return "" if why is None else f": {why}"
-
-    @property
-    def is_shuffled(self) -> bool:
-        """Whether DeepSpeed's own ZenFlow shuffles the model's matrices as it begins."""
-        is_own = bool(self.engine.zenflow) and self.stage < STAGE_3
-        return is_own and shuffles_with_zenflow()
 
     @property
     def has_coded_moments(self) -> bool:

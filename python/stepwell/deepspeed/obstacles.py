@@ -124,18 +124,8 @@ OBSTACLES: tuple[Obstacle, ...] = (
         "offload_optimizer.ratio is `{case.ratio}`, and `{case.optimizer_name}` steps in host "
         "memory only",
         "leave out ratio",
-        lambda case: case.is_twin_flow and case.is_ours,
+        lambda case: case.is_twin_flow and case.is_ours and not case.options.engine,
         stops_ours=True,
-    ),
-    Obstacle(
-        "offload_optimizer.ratio is `{case.ratio}`, and offload_optimizer.device is `nvme`",
-        "leave out ratio",
-        lambda case: case.is_twin_flow and case.is_on_nvme,
-    ),
-    Obstacle(
-        "offload_optimizer.ratio is `{case.ratio}`, and masters are in 16 bits",
-        "leave out ratio, or bf16_master_weights_and_grads and fp16_master_weights_and_grads",
-        lambda case: case.is_twin_flow and not case.is_ours and case.has_16_bit_masters,
     ),
     Obstacle(
         # Experts are partitioned over groups of their own, over which DeepSpeed averages norms.

@@ -119,20 +119,13 @@ def _without_effect(keys: list[str]) -> str:
     return f"without effect in the block `stepwell`: {', '.join(f'`{key}`' for key in keys)}"
 
 
-_SHUFFLED = (
-    "DeepSpeed's ZenFlow shuffles the elements of every matrix of the model as it begins, in this "
-    "release, under ZeRO-1 and -2: what it trains is not the model that it was given. hint: leave "
-    "out zenflow, or what keeps it from the offload engine, which shuffles nothing"
-)
-
-
 def _fallback_warning(case: Case, reasons: tuple[str, ...], hints: list[str]) -> str | None:
     """What to say where state is offloaded and the engine does not step it."""
     idle = case.idle_keys
     # A user who has turned the engine off knows.
     is_chosen = not case.options.engine or (case.engine.zenflow and not case.options.zenflow)
     if is_chosen and not idle:
-        return _SHUFFLED if case.is_shuffled else None
+        return None
     text = (
         f"not on the offload engine: {'; '.join(reasons)}. What steps: {case.stepper}. "
         f"hint: {'; '.join(hints)}"
@@ -141,8 +134,6 @@ def _fallback_warning(case: Case, reasons: tuple[str, ...], hints: list[str]) ->
         text += f". {_without_effect(idle)}"
     if not is_chosen:
         text += '. "stepwell": {"engine": false} in the JSON keeps it so without this warning'
-    if case.is_shuffled:
-        text += f". {_SHUFFLED}"
     return text
 
 
@@ -177,6 +168,11 @@ def _engine_warning(
     if unfetched is not None:
         remarks.append(
             f'DeepSpeed\'s hooks fetch weights: {unfetched}. hint: "fetch": "deepspeed" says so'
+        )
+    if case.is_twin_flow:
+        remarks.append(
+            f"offload_optimizer.ratio is `{case.ratio}`, but all state is off the device. "
+            "hint: leave out ratio"
         )
     if "accumulate" in written(case.engine) and case.stage < _STAGE_2:
         remarks.append(f"under ZeRO-{case.stage} {_without_effect(['accumulate'])}")

@@ -10,10 +10,7 @@ import importlib
 import sys
 from typing import Any
 
-__all__ = ["has_fp32_sums", "release_name", "shuffles_with_zenflow"]
-
-# Those whose ZenFlow views row by row what it stores column by column.
-_SHUFFLING = ("0.19.7", "0.19.8")
+__all__ = ["has_fp32_sums", "release_name"]
 
 
 def release_name() -> str | None:
@@ -30,11 +27,3 @@ def has_fp32_sums() -> bool:
     """
     module: Any = importlib.import_module("deepspeed.runtime.zero.stage_1_and_2")
     return hasattr(module.DeepSpeedZeroOptimizer, "_use_compact_grad_partition_buffer")
-
-
-def shuffles_with_zenflow() -> bool:
-    """Whether ZenFlow of ZeRO-1 and -2 shuffles the elements of every matrix as it begins.
-
-    False also for a release of which that is not known.
-    """
-    return release_name() in _SHUFFLING

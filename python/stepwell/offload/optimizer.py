@@ -20,7 +20,6 @@ import itertools
 import logging
 import math
 import time
-import warnings
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -183,7 +182,6 @@ class OffloadAdamW(AdamW):
             are added later have their state in host memory.
         foreach: accepted for torch's sake, without effect: there is one implementation.
         fused: likewise.
-        gate: of earlier releases; warns, without effect.
 
     Attributes:
         grad_norm: the norm of all gradients of the last step before clipping; None before the
@@ -227,7 +225,6 @@ class OffloadAdamW(AdamW):
         tier: Volume | None = None,
         foreach: bool | None = None,
         fused: bool | None = None,
-        gate: str | None = None,
     ) -> None:
         threads = optional(count, threads, "`threads`")
         accumulation_steps = optional(count, accumulation_steps, "`accumulation_steps`")
@@ -235,13 +232,6 @@ class OffloadAdamW(AdamW):
         device_bytes_max = nbytes(device_bytes_max, "`device_bytes_max`")
         if accumulate is None:
             accumulate = "host" if weights == "host" else "device"
-        if gate is not None:
-            warnings.warn(
-                f"`gate` is `{gate}`, and has no effect any more: forwards of the model that is "
-                "given wait, and step() where none is. hint: OffloadAdamW(model, ...)",
-                FutureWarning,
-                stacklevel=2,
-            )
         if isinstance(params, torch.nn.Module):
             if model is not None:
                 raise ValueError(
@@ -585,15 +575,6 @@ class OffloadAdamW(AdamW):
             OSError: the step failed in the background.
         """
         self._background.settle()
-
-    def reread_parameters(self) -> None:
-        """Does nothing, and says so: a step sees what was written, however it was."""
-        warnings.warn(
-            "reread_parameters() is needless: a step sees what a program has written to weights, "
-            "however it did, and the name goes with the next release",
-            FutureWarning,
-            stacklevel=2,
-        )
 
     @property
     def committed_steps(self) -> int | None:

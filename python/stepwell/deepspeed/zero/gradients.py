@@ -8,7 +8,6 @@
 - What a reduction leaves of several gradients is copied at once (`collect_all`), so that its memory
   is free behind it: a bucket that is written again, or memory of all ranks. A call per gradient
   takes the thread of autograd, which is late with its launches, 20 microseconds and more.
-- Those of the share that stays on the device (`zero.device_share`) go there, and nowhere else.
 - An element that got no gradient is stepped with the gradient 0.
 - A gradient that a program sets is held in the master's precision until the next one arrives. For a
   step with such a gradient its whole partition is widened: 4 bytes per parameter, announced then.
@@ -26,7 +25,6 @@ import torch
 from stepwell import _core
 from stepwell._budget import announce
 from stepwell._tensors import tensor_on
-from stepwell.deepspeed.zero.device_share import DeviceShare
 from stepwell.deepspeed.zero.lanes import Copy
 from stepwell.store import adder
 from stepwell.store.adder import Adder
@@ -56,7 +54,6 @@ class Gradients:
         is_summed_on_host: whether gradients of several backwards are summed in host memory.
         host_bytes_left: the most host memory that may be taken yet; None: what is free.
         end_last_step: a method that waits for the last step where it is running; held weakly.
-        share: has the gradients of partitions that are stepped on the device; None: none is.
     """
 
     def __init__(
@@ -69,7 +66,6 @@ class Gradients:
         is_summed_on_host: bool,
         host_bytes_left: int | None,
         end_last_step: Callable[[], None],
-        share: DeviceShare | None = None,
     ) -> None:
         self.grads = grads
         self.bytes_sent = 0
@@ -79,7 +75,6 @@ class Gradients:
         self._adds_on_host = is_summed_on_host
         self._host_bytes_left = host_bytes_left
         self._waits_for_last_step = weakref.WeakMethod(end_last_step)
-        self._share = DeviceShare({}) if share is None else share
         # Fragments that a program has set since the last step and since their gradient arrived,
         # with the norm of what was set; None: the norm remains that of the gradient.
         self._set: dict[Fragment, torch.Tensor | None] = {}
@@ -121,16 +116,11 @@ class Gradients:
             return
         whole = torch.cat([piece for _, piece in pairs]).to(self.grads[pairs[0][0].group].dtype)
         parts = torch.split(whole, [fragment.numel for fragment, _ in pairs])
-        hosted: dict[Fragment, torch.Tensor] = {}
-        for (fragment, _), part in zip(pairs, parts, strict=True):
-            if fragment.group in self._share:
-                self._share.add(fragment, part)
-            else:
-                hosted[fragment] = part
+        found = {fragment: part for (fragment, _), part in zip(pairs, parts, strict=True)}
         # Of what is complete by that. What it is added to has a norm of its own.
-        alone = [each for each in hosted if is_last and not self.has_gradient(each)]
-        norms = dict(zip(alone, norms_of([hosted[each] for each in alone]), strict=True))
-        for fragment, part in hosted.items():
+        alone = [each for each in found if is_last and not self.has_gradient(each)]
+        norms = dict(zip(alone, norms_of([found[each] for each in alone]), strict=True))
+        for fragment, part in found.items():
             if fragment in norms:
                 self.add(fragment, part, is_owned=True)
             else:
@@ -276,8 +266,6 @@ class Gradients:
 
         After a step, until the next gradient arrives: as it was stepped, unscaled and clipped.
         """
-        if fragment.group in self._share:
-            return self._share.gradient(fragment)
         self.arrive()
         grad = self._held(fragment).to(self._master_dtypes[fragment.group], copy=True)
         return grad if fragment in self._unscaled else grad.mul_(self._last_grad_scale)
@@ -295,9 +283,6 @@ class Gradients:
             value: flat, as many elements, on any device.
             is_norm_kept: whether the norm remains that of the gradient that was there.
         """
-        if fragment.group in self._share:
-            self._share.set_gradient(fragment, value)
-            return
         self.arrive()
         self._end_last_step()
         dtype = self._master_dtypes[fragment.group]
@@ -346,7 +331,7 @@ class Gradients:
         found = norms.keys() | self._on_host
         norm = norm_over_ranks(squares, lambda: self._wide_squares(found), add_up)
         # Behind it: both come down on the same way. What cannot be launched now still waits, and
-        # raises in `order`, within which the other ranks are told.
+        # raises in `complete`, within which the other ranks are told.
         with contextlib.suppress(OSError, RuntimeError):
             self._lane.launch()
         return norm
@@ -410,7 +395,7 @@ class Gradients:
             self._widen()
         else:
             self._widened.clear()
-        self._lane.order()
+        self._lane.launch()
         if self._adder is not None:
             self._adder.order(core)
 

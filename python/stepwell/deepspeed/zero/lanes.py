@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
-from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
@@ -20,14 +17,11 @@ if TYPE_CHECKING:
 
     from stepwell import _core
 
-__all__ = ["Copy", "CudaLane", "EngineLane", "Lane", "ThreadLane"]
+__all__ = ["Copy", "CudaLane", "EngineLane", "Lane"]
 
 BATCH_BYTES = 64 << 20
 """Of gradients that a `CudaLane` copies at once: a millisecond of the bus, and device memory that
 is held until then. The step begins with the first batch that it needs."""
-
-# Gradients that a `ThreadLane` has not copied yet.
-_UNDER_WAY_BYTES_MAX = 256 << 20
 
 
 class Copy(NamedTuple):
@@ -96,7 +90,7 @@ def _batches(copies: Iterable[Copy]) -> Iterator[list[Copy]]:
 
 
 class CudaLane:
-    """Copies to pinned memory, in batches, on a stream of torch's.
+    """Copies in batches, on a stream of torch's.
 
     In batches the thread of autograd, which is late with its launches, changes streams once for
     many copies. The engine is told of each batch, so that a step begins with the gradients that are
@@ -104,6 +98,8 @@ class CudaLane:
 
     The latest gradients wait for the next ones, or for `launch`. The last of a backward, which are
     often the largest, so do not hold up the norm: that comes down behind what is on its way.
+
+    Memory that is not pinned (`pin_memory` false) holds up the thread until a batch has crossed.
     """
 
     def __init__(self, device: torch.device, engine: _core.OffloadEngine) -> None:
@@ -129,7 +125,7 @@ class CudaLane:
             self._waiting_nbytes += sum(each.piece.nbytes for each in copies)
 
     def launch(self) -> None:
-        """Copies what waits for its batch."""
+        """Copies what waits for its batch. The next step of the engine takes what is copied."""
         with self._lock:
             if not self._waiting:
                 return
@@ -179,105 +175,6 @@ class CudaLane:
         self._stream.synchronize()
         self._reads.let_go()
 
-    def order(self) -> None:
-        """The next step of the engine takes what was copied: it knows of that."""
-        self.launch()
-
-
-class ThreadLane:
-    """Copies to memory that is not pinned, by a thread.
-
-    The driver holds up the thread that asks for such a copy until it has ended. What is copied is
-    freed then. No more than 256 MiB wait: a backward that makes gradients faster waits for them.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._thread = ThreadPoolExecutor(1, "stepwell-gradients")
-        self._copies: deque[tuple[Future[None], int]] = deque()
-        # Backwards copy on autograd's thread, steps wait on others.
-        self._lock = threading.RLock()
-        self._pid = os.getpid()
-
-    def launch(self) -> None:
-        """Nothing waits for a batch."""
-
-    def copy(self, copies: Sequence[Copy]) -> None:
-        """Makes copies in the background.
-
-        Raises:
-            RuntimeError: an earlier copy has failed.
-            ValueError: this is a forked child.
-        """
-        self._check_process()
-        made = torch.cuda.current_stream(self._device).record_event()
-        with self._lock:
-            for piece, target, _ in copies:
-                self._bound(_UNDER_WAY_BYTES_MAX)
-                try:
-                    copied = self._thread.submit(self._copy, piece, target, made)
-                    self._copies.append((copied, piece.nbytes))
-                except BaseException:
-                    # After Ctrl-C between the two no other wait would see the copy.
-                    self._thread.submit(lambda: None).result()
-                    raise
-
-    @torch.no_grad()  # As its caller has it, which is on another thread.
-    def _copy(self, piece: torch.Tensor, target: torch.Tensor, made: torch.cuda.Event) -> None:
-        with torch.cuda.stream(self._stream):
-            self._stream.wait_event(made)
-            target.copy_(piece)
-
-    def _bound(self, nbytes_max: int) -> None:
-        """Waits until no more than `nbytes_max` are under way."""
-        while self._copies and sum(nbytes for _, nbytes in self._copies) > nbytes_max:
-            self._copies[0][0].result()
-            self._copies.popleft()
-
-    def let_go(self) -> None:
-        """What is copied is freed by itself."""
-
-    def wait(self) -> None:
-        """Waits until all is copied.
-
-        Raises:
-            RuntimeError: a copy has failed.
-            ValueError: this is a forked child.
-        """
-        self._check_process()
-        with self._lock:
-            self._bound(0)
-
-    def drain(self) -> None:
-        """Nothing is unpinned, and the thread holds what it copies.
-
-        A wait might have no end: in a forked child, or where this thread collects garbage.
-        """
-
-    def drop(self) -> None:
-        """Waits until all is copied, or has failed: no step takes it.
-
-        Raises:
-            ValueError: this is a forked child.
-        """
-        self._check_process()
-        with self._lock:
-            while self._copies:
-                self._copies[0][0].exception()
-                self._copies.popleft()
-
-    def order(self) -> None:
-        """The next step of the engine begins after all copies: the thread waits for them."""
-        self.wait()
-
-    def _check_process(self) -> None:
-        if os.getpid() != self._pid:
-            raise ValueError(
-                f"gradients are copied by a thread of process `{self._pid}`, this is "
-                f"`{os.getpid()}`. hint: train in the process that made the optimizer"
-            )
-
 
 class EngineLane:
     """Copies by the engine, which sees to their order, and holds what is copied."""
@@ -315,8 +212,5 @@ class EngineLane:
         with contextlib.suppress(OSError):
             self.wait()
 
-    def order(self) -> None:
-        """The next step of the engine takes what was copied: these are its own copies."""
 
-
-Lane: TypeAlias = CudaLane | ThreadLane | EngineLane
+Lane: TypeAlias = CudaLane | EngineLane

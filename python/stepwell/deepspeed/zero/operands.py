@@ -281,26 +281,6 @@ class Operands:
             maximize=False,
         )
 
-    def on_device(self, index: int, master: torch.Tensor) -> Operand:
-        """A partition of DeepSpeedCPUAdam's in the coming step that is on the device.
-
-        Args:
-            index: of the parameter group whose options it has.
-            master: the partition.
-        """
-        state = dict(self._optimizer.state.get(master) or {"step": 0})
-        for name in ("exp_avg", "exp_avg_sq"):
-            moment = state.get(name)
-            # A checkpoint may have been loaded into host memory.
-            state[name] = (
-                torch.zeros_like(master, requires_grad=False)
-                if moment is None
-                else moment.to(master.device)
-            )
-        state["step"] = int(state["step"])
-        hyper = self._deepspeeds_hyper(self._optimizer.param_groups[index])
-        return Operand(master, hyper, state, {})
-
     def begun(self, operands: Iterable[Operand]) -> list[Callable[[], object]]:
         """What is called when their step begins, for `optimizer.state` to have what it works with.
 

@@ -30,7 +30,7 @@ from stepwell.access.guard import Uploads, exposed
 from stepwell.access.writes import ThreadWait, Writes
 from stepwell.deepspeed.zero.gradients import Gradients
 from stepwell.deepspeed.zero.host_memory import HostMemory, announced, bytes_beside_state
-from stepwell.deepspeed.zero.lanes import CudaLane, EngineLane, Lane, ThreadLane
+from stepwell.deepspeed.zero.lanes import CudaLane, EngineLane
 from stepwell.deepspeed.zero.partition import Fragment
 from stepwell.deepspeed.zero.pending import Deferral, Pending
 from stepwell.deepspeed.zero.run_gradients import RunGradients
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from stepwell.access.writes import Protection
-    from stepwell.deepspeed.zero.device_share import DeviceShare
     from stepwell.deepspeed.zero.operands import Operand
     from stepwell.deepspeed.zero.partition import Partition
     from stepwell.deepspeed.zero.swapped import SwappedPartitions
@@ -80,15 +79,11 @@ class Partitions(Uploads):
         order: of the partitions, in which they are stepped; None: as they are given.
         threads: workers that step; None: as `OffloadEngine` has it.
         host_bytes_max: the most host memory that may be taken; None: what is free.
-        is_pinned: whether the host side of gradients and weights is pinned where no state is on a
-            volume. What waits for a drive waits little longer for other copies.
+        is_pinned: whether the host side of gradients is pinned, and that of weights where no state
+            is on a volume. What waits for a drive waits little longer for other copies.
         adds_on_host: whether gradients of several backwards are summed in host memory.
-        accumulation_steps: the backwards of a step, at first. Sums of several, which come up and go
-            down again in each, are pinned beside a volume too. A program may change it: results do
-            not depend on it, and sums that are not pinned take longer.
         swapped: makes a volume for state that does not fit into host memory; None: all is there.
         deferral: which updates are deferred; None: none is.
-        share: has the gradients of partitions that are stepped on the device; None: none is.
 
     Raises:
         OSError: the device, the memory or the volume cannot be had.
@@ -106,10 +101,8 @@ class Partitions(Uploads):
         host_bytes_max: int | None = None,
         is_pinned: bool = True,
         adds_on_host: bool = False,
-        accumulation_steps: int = 1,
         swapped: SwappedPartitions | None = None,
         deferral: Deferral | None = None,
-        share: DeviceShare | None = None,
     ) -> None:
         self.device = device
         if swapped is not None:
@@ -139,9 +132,8 @@ class Partitions(Uploads):
             tier=None if swapped is None else swapped.volume.tier(range(len(partitions))),
         )
         memory = HostMemory(self.engine, swapped)
-        pins_sums = is_pinned and adds_on_host and accumulation_steps > 1
         # What is deferred is pinned in any case.
-        is_pinned = deferral is not None or (is_pinned and swapped is None)
+        pins_weights = deferral is not None or (is_pinned and swapped is None)
         self.gradients: Gradients | RunGradients
         self.pending: Pending | None = None
         """What is deferred; None: nothing ever is."""
@@ -152,24 +144,23 @@ class Partitions(Uploads):
             self.pending = Pending(self.engine, self._spans, gradients, deferral.weights)
             self.gradients = gradients
         else:
-            pins_grads = is_pinned or pins_sums
+            core = self.engine.core
             self.gradients = Gradients(
                 [
-                    memory.take(each.weight.numel(), each.grad_dtype, is_pinned=pins_grads)
+                    memory.take(each.weight.numel(), each.grad_dtype, is_pinned=is_pinned)
                     for each in partitions
                 ],
                 [partition.master.dtype for partition in partitions],
                 device=device,
-                lane=self._lane(is_pinned=pins_grads),
+                lane=CudaLane(device, core) if device.type == "cuda" else EngineLane(core),
                 is_summed_on_host=adds_on_host,
                 host_bytes_left=host_bytes_left,
                 end_last_step=self._end_last_step,
-                share=share,
             )
         # The engine unpins what is added to.
         self._finalizer = weakref.finalize(self, _drain, self.gradients)
         self.twins: list[torch.Tensor | None] = [
-            memory.move(group, partition, is_pinned=is_pinned)
+            memory.move(group, partition, is_pinned=pins_weights)
             for group, partition in enumerate(partitions)
         ]
         self.engine.pin([])
@@ -193,12 +184,6 @@ class Partitions(Uploads):
         """Whether weights on the device are read on streams that come after no other."""
         # Of several ranks.
         self._gatherer: Gatherer | None = None
-
-    def _lane(self, *, is_pinned: bool) -> Lane:
-        """The way down of gradients, to host memory that is pinned or not."""
-        if self.device.type != "cuda":
-            return EngineLane(self.engine.core)
-        return CudaLane(self.device, self.engine.core) if is_pinned else ThreadLane(self.device)
 
     def pin(self, buffer: _core.Buffer) -> None:
         """Pins the memory of weights that are offloaded, as long as this object can step."""

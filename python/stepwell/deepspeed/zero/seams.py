@@ -32,7 +32,6 @@ _STAGE_3 = "deepspeed.runtime.zero.stage3"
 _OFFLOAD = "deepspeed.runtime.zero.parameter_offload"
 _COORDINATOR = "deepspeed.runtime.zero.partitioned_param_coordinator"
 _PARTITIONS = "deepspeed.runtime.zero.partition_parameters"
-_LINEARS = "deepspeed.runtime.zero.linear"
 _FRAGMENT = "deepspeed.utils.tensor_fragment"
 
 
@@ -178,12 +177,9 @@ def _zenflow_configured(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _linear(original: Callable[..., Any]) -> Callable[..., Any]:
-    if _LINEAR.unused() is not None:
-        # This release has another function, which is used itself.
-        return functools.wraps(original)(lambda *args, **kwargs: original(*args, **kwargs))
     from stepwell.deepspeed.zero.linear import linear_for
 
-    return functools.wraps(original)(linear_for(original))
+    return linear_for(original)
 
 
 def _weights_got(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -263,21 +259,6 @@ _CLASSES = {
         _MAKER,
     ),
 }
-# DeepSpeed has it as the function of torch, from when the first model is partitioned.
-_LINEAR_MAKER = Attribute(
-    "offload engine, ZeRO-3 linear layers",
-    _PARTITIONS,
-    "zero3_linear_wrap",
-    _linear,
-    ("input", "weight", "bias"),
-)
-_LINEAR = Overridden(
-    "offload engine, ZeRO-3 linear function",
-    _LINEARS,
-    "LinearFunctionForZeroStage3",
-    "LinearFunction",
-    _LINEAR_MAKER,
-)
 _PLACES = {"OffloadZeroOptimizer": _stage_1_2, "OffloadZeroOptimizerStage3": _stage_3}
 
 SEAMS: tuple[Place, ...] = (
@@ -297,8 +278,14 @@ SEAMS: tuple[Place, ...] = (
         ("engine",),
     ),
     *_CLASSES.values(),
-    _LINEAR_MAKER,
-    _LINEAR,
+    # DeepSpeed has it as the function of torch, from when the first model is partitioned.
+    Attribute(
+        "offload engine, ZeRO-3 linear layers",
+        _PARTITIONS,
+        "zero3_linear_wrap",
+        _linear,
+        ("input", "weight", "bias"),
+    ),
     Attribute(
         "offload engine, state access",
         _FRAGMENT,

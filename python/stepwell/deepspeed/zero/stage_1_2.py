@@ -217,7 +217,6 @@ class OffloadZeroOptimizer(Offloaded, DeepSpeedZeroOptimizer):  # type: ignore[m
             # Under ZeRO-1 gradients are summed where autograd has them. Sums in fp32 are
             # DeepSpeed's.
             adds_on_host=self.partition_gradients and options.accumulate == "host",
-            accumulation_steps=self.gradient_accumulation_steps,
         )
 
     def _order(self) -> list[int]:

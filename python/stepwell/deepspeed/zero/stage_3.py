@@ -22,8 +22,7 @@ moments) waits where it is used, each for its own part (`access.writes`), on any
   ended when the next step writes.
 - Persistent parameters come by themselves behind the step (`zero.persistent_gate`).
 - Several ranks gather ahead alike. Between a step and its backward it is little: the thread would
-  wait for later parts of the step. DeepSpeed's hooks gather one bucket then, where by themselves
-  they gather one more with each module.
+  wait for later parts of the step. DeepSpeed's hooks gather more, and so wait longer.
 """
 
 from __future__ import annotations
@@ -44,15 +43,13 @@ from stepwell import _core
 from stepwell._tensors import tensor_on
 from stepwell.deepspeed.options import with_unpinned_weights
 from stepwell.deepspeed.zero.backward import Backward
-from stepwell.deepspeed.zero.device_share import DeviceShare
 from stepwell.deepspeed.zero.gradients import Gradients
 from stepwell.deepspeed.zero.host_memory import TouchedMemory
 from stepwell.deepspeed.zero.offloaded import Offloaded
 from stepwell.deepspeed.zero.operands import Operands, global_norm, gradient_scale
-from stepwell.deepspeed.zero.partition import Fragment, Partition, without_data
+from stepwell.deepspeed.zero.partition import Fragment, Partition
 from stepwell.deepspeed.zero.partitions import Partitions
 from stepwell.deepspeed.zero.persistent_gate import PersistentGate
-from stepwell.deepspeed.zero.prefetch import bound_prefetch, is_little_ahead
 from stepwell.deepspeed.zero.timers import stop_all
 from stepwell.ranks.agreement import Agreement
 from stepwell.ranks.peers import Peers
@@ -91,11 +88,10 @@ class OffloadZeroOptimizerStage3(Offloaded, DeepSpeedZeroOptimizer_Stage3):  # t
         self._plan = plan
         self._backward = Backward()
         self._operands = Operands(init_optimizer, dist.get_rank())
-        # From a step to the backward that follows.
-        self._is_after_step = False
         # The engine pins what crosses the bus. What DeepSpeed makes for gradients is not touched
         # then, and takes no memory.
-        # The state may be on a volume, of which DeepSpeed's swapper knows nothing.
+        # The state may be on a volume, of which DeepSpeed's swapper knows nothing. None of it is on
+        # the device, whatever its `ratio` says.
         update = {"pin_memory": False, "device": OffloadDeviceEnum.cpu}
         config = offload_optimizer_config.model_copy(update=update)
         # Of the weights in host memory, which the engine pins when they are together.
@@ -111,7 +107,7 @@ class OffloadZeroOptimizerStage3(Offloaded, DeepSpeedZeroOptimizer_Stage3):  # t
             *args,
             offload_optimizer_config=config,
             offload_param_config=offload_param_config,
-            **kwargs,
+            **{**kwargs, "offload_ratio": 1.0},
         )
         self.device: Any = OffloadDeviceEnum.cpu
         # Its device is asked for.
@@ -123,8 +119,6 @@ class OffloadZeroOptimizerStage3(Offloaded, DeepSpeedZeroOptimizer_Stage3):  # t
             self._release_and_gather()
         if self._fetcher is not None:
             self._fetcher.has_step_ended = self._partitions.has_ended
-        elif self._is_gated:
-            self._bound_prefetch()
         fragments = self._persistent_fragments() if self._is_gated else {}
         peers: Peers | None = None
         if fragments and not self._is_alone:
@@ -167,18 +161,6 @@ class OffloadZeroOptimizerStage3(Offloaded, DeepSpeedZeroOptimizer_Stage3):  # t
     def _is_alone(self) -> bool:
         return bool(dist.get_world_size(group=self.dp_process_group) == 1)
 
-    def _bound_prefetch(self) -> None:
-        """Has forwards gather little ahead of its use while a step is running."""
-        coordinator = self._get_param_coordinator()
-
-        def may_prefetch() -> bool:
-            if self._is_alone:
-                return not self._partitions.is_busy
-            # The same on all ranks: whether the step is running is not.
-            return not self._is_after_step or is_little_ahead(coordinator)
-
-        bound_prefetch(coordinator, may_prefetch)
-
     def _persistent_fragments(self) -> dict[Any, Fragment]:
         """What this rank steps in host memory of persistent parameters, in a common order.
 
@@ -191,13 +173,8 @@ class OffloadZeroOptimizerStage3(Offloaded, DeepSpeedZeroOptimizer_Stage3):  # t
             param: self._fragment(param)
             for param in self.persistent_parameters
             if self.get_param_id(param) in self.grad_position
-            and self._fragment(param).group not in self._share
         }
         return dict(sorted(stepped.items(), key=itemgetter(1)))
-
-    def _num_groups_on_device(self) -> int:
-        """How many sub-groups have their state on the device, as DeepSpeed counts: the first."""
-        return int((1 - self.partial_offload) * len(self.fp16_partitioned_groups_flat))
 
     def _create_param_groups_fp16_flat_cpu_memory(self) -> None:
         """Called by DeepSpeed's constructor; takes memory for the weights of each group.
@@ -215,12 +192,10 @@ class OffloadZeroOptimizerStage3(Offloaded, DeepSpeedZeroOptimizer_Stage3):  # t
 
         `initialize_optimizer_states` makes these of the weights, so they are not copied twice.
         """
-        device, dtype = get_accelerator().current_device_name(), self.master_weights_and_grads_dtype
-        for number, weight in enumerate(self.fp16_partitioned_groups_flat):
-            master = torch.empty(0, dtype=dtype, device="cpu")
-            if number < self._num_groups_on_device():
-                master = weight.detach().to(device, dtype, copy=True)
-            self.fp32_partitioned_groups_flat.append(master.requires_grad_())
+        dtype = self.master_weights_and_grads_dtype
+        for _ in self.fp16_partitioned_groups_flat:
+            master = torch.empty(0, dtype=dtype, device="cpu", requires_grad=True)
+            self.fp32_partitioned_groups_flat.append(master)
         for group in self.optimizer.param_groups:
             # Here DeepSpeed's own step has one sub-group at a time.
             group["params"] = []
@@ -231,11 +206,8 @@ class OffloadZeroOptimizerStage3(Offloaded, DeepSpeedZeroOptimizer_Stage3):  # t
         Makes the masters in host memory of the weights, and no fp32 gradients there.
         """
         masters, weights = self.fp32_partitioned_groups_flat, self.fp16_partitioned_groups_flat
-        count = self._num_groups_on_device()
-        self._share = DeviceShare(dict(enumerate(masters[:count])))
         partitions = [
-            self._partition(group, master, weight)
-            for group, (master, weight) in enumerate(zip(masters, weights, strict=True))
+            self._partition(master, weight) for master, weight in zip(masters, weights, strict=True)
         ]
         options = self._plan.options
         params = [
@@ -251,8 +223,6 @@ class OffloadZeroOptimizerStage3(Offloaded, DeepSpeedZeroOptimizer_Stage3):  # t
             host_bytes_max=options.host_bytes_max,
             is_pinned=self._plan.is_pinned,
             adds_on_host=options.accumulate == "host",
-            accumulation_steps=self.gradient_accumulation_steps,
-            share=self._share,
         )
         assert isinstance(self._partitions.gradients, Gradients)
         self._gradients = self._partitions.gradients
@@ -273,24 +243,17 @@ class OffloadZeroOptimizerStage3(Offloaded, DeepSpeedZeroOptimizer_Stage3):  # t
         for param in self.persistent_parameters:
             param.all_gather([param])
 
-    def _partition(self, group: int, master: torch.Tensor, weight: torch.Tensor) -> Partition:
-        """What is stepped of a sub-group in host memory: nothing of one that is on the device."""
+    def _partition(self, master: torch.Tensor, weight: torch.Tensor) -> Partition:
         dtype = self.gradient_accumulation_dtype
-        if group in self._share:
-            return Partition(without_data(master), weight[:0], dtype, 0)
         moments_bytes = self._operands.moments_bytes(weight.to("meta", master.dtype))
         return Partition(master, weight, dtype, moments_bytes, is_offloaded=self.offload_param)
-
-    def _set_after_step(self, *, is_after: bool) -> None:
-        self._is_after_step = is_after
-        if self._fetcher is not None:
-            self._fetcher.is_behind_step = is_after
 
     # ---- the backward ----
 
     def backward_prologue(self) -> None:
         """Autograd has reached the outputs of a forward."""
-        self._set_after_step(is_after=False)
+        if self._fetcher is not None:
+            self._fetcher.is_behind_step = False
         self._backward.begin(self._backward_active_depth)
         self._partitions.let_go()
         super().backward_prologue()
@@ -319,7 +282,6 @@ class OffloadZeroOptimizerStage3(Offloaded, DeepSpeedZeroOptimizer_Stage3):  # t
     def _drop_gradients(self) -> None:
         """Drops all gradients since the last step, also those that wait for a reduction."""
         self._partitions.drop()
-        self._share.drop()
         if not get_accelerator().resolves_data_dependency():
             self.reduce_and_partition_stream.synchronize()
         for bucket in self.ipg_buckets.values():
@@ -347,10 +309,8 @@ class OffloadZeroOptimizerStage3(Offloaded, DeepSpeedZeroOptimizer_Stage3):  # t
         self, params_to_release: Sequence[Any], grad_partitions: Sequence[torch.Tensor]
     ) -> None:
         """This rank's pieces of some gradients are reduced."""
-        if self._backward.pop_cleared():
-            self._share.drop()
-            if self._partitions.gradients.is_any_complete:
-                self._partitions.drop()
+        if self._backward.pop_cleared() and self._partitions.gradients.is_any_complete:
+            self._partitions.drop()
         # Beyond the end of a parameter that does not divide by the ranks there is nothing.
         fragments = [
             self._fragment(param)
@@ -424,15 +384,12 @@ class OffloadZeroOptimizerStage3(Offloaded, DeepSpeedZeroOptimizer_Stage3):  # t
         with self._backward.stepping(settle, self._drop_gradients, self.timers):
             scale = float(self.loss_scale)
             with self._agreement.awaited():
-                if self._share:
-                    # The device may have refused its share of the last step, after the others'.
-                    self._partitions.finish()
                 self._pre_step()
                 self._partition_all_parameters()
                 if self._operands.swapped is not None and not self._is_alone:
                     # No rank writes a step before all have committed the last one.
                     self._partitions.finish()
-                norm = self._partitions.gradients.norm(self._add_up)
+                norm = self._partitions.gradients.norm(self._agreement.add_up)
             self.overflow = not math.isfinite(norm)
             self._update_scale(self.overflow)
             if self.overflow:
@@ -456,41 +413,31 @@ class OffloadZeroOptimizerStage3(Offloaded, DeepSpeedZeroOptimizer_Stage3):  # t
             for param in self.persistent_parameters:
                 param.all_gather([param])
 
-    def _add_up(self, squares: torch.Tensor) -> float:
-        """The sum of this rank's squared norm and those of the others."""
-        squares += self._share.squares()
-        return self._agreement.add_up(squares)
-
     def _apply(self, grad_scale: float) -> None:
-        partitions, share = self._partitions, self._share
+        partitions = self._partitions
         partitions.end_last_step()
         for group in range(len(self.fp16_groups)):
             self._unflatten_partitioned_parameters(group)
         masters, weights = self.fp32_partitioned_groups_flat, self.fp16_partitioned_groups_flat
         indices = self.sub_group_to_group_id
         operands = {
-            group: self._operands.on_device(indices[group], master)
-            if group in share
-            else self._operands.of(indices[group], group, master)
+            group: self._operands.of(indices[group], group, master)
             for group, master in enumerate(masters)
         }
-        hosted = {group: each for group, each in operands.items() if group not in share}
         # While the last step is the last.
         uploads = self._persistent.uploads(weights, masters)
-        prepared = partitions.prepare(hosted, weights)
+        prepared = partitions.prepare(operands, weights)
         # Before the submit, behind which Ctrl-C may land; without one it does no harm.
         is_protected = self._is_gated and self._protect(operands, uploads)
         self._persistent.open(uploads, is_protected=is_protected)
-        self._set_after_step(is_after=True)
+        if self._fetcher is not None:
+            self._fetcher.is_behind_step = True
         begun = self._operands.begun(operands.values())
         begun.append(self._agreement.taking)
         begun += self._persistent.submission(uploads)
-        for group in operands.keys() - hosted.keys():
-            begun += share.step_of(group, operands[group], weights[group], grad_scale)
         partitions.submit(prepared, grad_scale=grad_scale, begun=begun)
         self._operands.note_step()
         partitions.forget()
-        share.drop()
         if not is_protected:
             partitions.finish()
         self._persistent.end_step(is_protected=is_protected)
@@ -503,10 +450,6 @@ class OffloadZeroOptimizerStage3(Offloaded, DeepSpeedZeroOptimizer_Stage3):  # t
         holders = [upload.source for upload in uploads.values()]
         for group, operand in operands.items():
             flat = self.fp16_partitioned_groups_flat[group]
-            if group in self._share:
-                # Other elements of the same memory.
-                holders += [flat, *(param.ds_tensor for param in self.fp16_groups[group])]
-                continue
             whole = Fragment(group, 0, operand.master.numel())
             memory = self.param_groups_fp16_flat_cpu_memory
             for tensor in (flat, *memory, *self._operands.written(group, operand)):
@@ -529,5 +472,4 @@ class OffloadZeroOptimizerStage3(Offloaded, DeepSpeedZeroOptimizer_Stage3):  # t
         self._persistent.end()
         self._agreement.end()
         self._partitions.end()
-        self._share.end()
         super().destroy()
