@@ -289,8 +289,16 @@ def compiled_layers():
     return net
 
 
+def nbytes_there(param):
+    """Bytes of a weight that are on the device."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return param.untyped_storage().nbytes()
+
+
+def is_away(param):
+    return nbytes_there(param) == 0
+
+
 def resident_bytes(net):
     """Bytes of weights that are on the device."""
-    with torch._C.DisableTorchFunctionSubclass():
-        storages = {id(param): param.untyped_storage().nbytes() for param in net.parameters()}
-    return sum(storages.values())
+    return sum({id(param): nbytes_there(param) for param in net.parameters()}.values())

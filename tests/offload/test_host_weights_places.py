@@ -17,6 +17,7 @@ from host_weight_cases import (
     Net,
     assert_same,
     assert_trains_alike,
+    is_away,
     is_same,
     loss_of,
     made,
@@ -103,6 +104,27 @@ def test_ctrl_c_leaves_weights_as_they_were_or_stepped(act):
         assert any(is_same(seen, each) for each in expected), nth
         nth += 41
     assert nth > 500
+
+
+def test_what_comes_behind_a_forward_that_ctrl_c_has_ended_is_no_use_of_its_module():
+    net, optimizer = made("host", "cpu")
+
+    def interrupts(*_):
+        raise KeyboardInterrupt
+
+    handle = net.layers[1].up.register_forward_hook(interrupts)
+    with pytest.raises(KeyboardInterrupt):
+        loss_of(net, 0)
+    handle.remove()
+    net.head.weight.norm()
+    loss_of(net, 0).backward()
+    optimizer.step()
+    seen = []
+    net.layers[1].up.register_forward_hook(lambda *_: seen.append(is_away(net.head.weight)))
+    with torch.no_grad():
+        # The first pass of its kind, which fetches nothing ahead.
+        net(words_of(net, 1))
+    assert seen == [True]
 
 
 # ---- where weights are ----

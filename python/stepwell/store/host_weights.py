@@ -37,11 +37,12 @@ from torch.nn import Parameter
 from torch.utils._pytree import tree_map
 
 from stepwell import _core
-from stepwell._tensors import COUNT_ALONE, references, tensor_on
+from stepwell._tensors import COUNT_ALONE, references
 from stepwell.access.compiled_calls import CompiledCall, is_compiled, is_compiled_in_place
 from stepwell.access.writes import Writes, end, forget_when_gone, is_under_way
 from stepwell.store.host_weight import Graph, HostWeight
-from stepwell.weights.calls import Calls, Hook, num_calls
+from stepwell.store.twins import laid_out
+from stepwell.weights.calls import CallHook, Calls
 from stepwell.weights.fetcher import Fetcher
 from stepwell.weights.lane import Lane
 
@@ -59,8 +60,6 @@ BORROWED_BYTES_MAX = 1 << 30
 # Of weights that are fetched ahead of their use: some milliseconds of a bus. With twice as many a
 # forward and backward of 8 B parameters took 2 % less.
 _AHEAD_NUMEL = 192 << 20
-# Where each weight of frozen parameters begins.
-_ALIGN_BYTES = 64
 
 # What has the weights of parameters, by their ids, which it holds.
 _OWNERS: weakref.WeakValueDictionary[int, HostWeights] = weakref.WeakValueDictionary()
@@ -163,17 +162,17 @@ class HostWeights:
         self._is_begun = False
         self.buffers: list[_core.Buffer] = []
         """The memory of weights that are not stepped."""
-        self._stack: list[torch.nn.Module] = []
         # Modules whose calls are compiled code.
         self._compiled: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._handles: list[torch.utils.hooks.RemovableHandle | CompiledCall] = []
         # Sizes are known when the model is.
         self._fetcher: Fetcher
-        self._make_fetcher(0)
+        self._calls: Calls
+        self._make_calls(0)
         self._away = _Away(self)
         self._writes: Writes[torch.Tensor] = Writes(self._wait, _nothing)
 
-    def _make_fetcher(self, block_numel: int) -> None:
+    def _make_calls(self, block_numel: int) -> None:
         self._fetcher = Fetcher(
             Lane(self.device),
             there=True,
@@ -185,6 +184,15 @@ class HostWeights:
             lock=self._lock,
         )
         self._fetcher.has_step_ended = self._has_step_ended
+        self._calls = Calls(
+            self._fetcher,
+            self._weights_of,
+            stack=[],
+            map_tensors=_map_tensors,
+            on_output=self._keep_returned,
+            on_uses=self._note_uses,
+            sees_passes=True,
+        )
 
     # ---- the model ----
 
@@ -226,15 +234,7 @@ class HostWeights:
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     module._buffers[name] = buffer.to(self.device)
-        self._make_fetcher(_block_numel(model))
-        calls = Calls(
-            self._fetcher,
-            self._weights_of,
-            stack=self._stack,
-            map_tensors=_map_tensors,
-            on_output=self._keep_returned,
-            sees_passes=True,
-        )
+        self._make_calls(_block_numel(model))
         for module in model.modules():
             if is_compiled(module):
                 self._compiled.add(module)
@@ -242,14 +242,14 @@ class HostWeights:
         for module in model.modules():
             is_in_place = is_compiled_in_place(module)
             if is_in_place:
-                self._handles.append(calls.watch_compiled(module, str(id(self))))
+                self._handles.append(self._calls.watch_compiled(module, str(id(self))))
             is_within = is_in_place or (module in within and module not in self._compiled)
-            self._handles += calls.watch(module, is_within_compiled=is_within)
+            self._handles += self._calls.watch(module, is_within_compiled=is_within)
             if module._parameters:
                 self._handles += [
                     # torch has no types for these.
-                    module.register_state_dict_pre_hook(Hook(self._begin_state)),  # type: ignore[no-untyped-call]
-                    module._register_state_dict_hook(Hook(self._end_state)),  # type: ignore[no-untyped-call]
+                    module.register_state_dict_pre_hook(CallHook(self._begin_state)),  # type: ignore[no-untyped-call]
+                    module._register_state_dict_hook(CallHook(self._end_state)),  # type: ignore[no-untyped-call]
                 ]
 
     @property
@@ -282,17 +282,12 @@ class HostWeights:
     def _place_frozen(self, params: Sequence[Parameter]) -> None:
         for param in params:
             check_place(param, self)
-        sizes = [-(-param.nbytes // _ALIGN_BYTES) * _ALIGN_BYTES for param in params]
-        if not sum(sizes):
-            return
-        buffer, begin = _core.Buffer(sum(sizes)), 0
-        self.buffers.append(buffer)
-        for param, size in zip(params, sizes, strict=True):
-            memory = tensor_on(buffer, begin, param.nbytes)
-            place = memory.view(param.dtype).view(param.shape)
-            begin += size
-            place.copy_(param.detach())
-            self.place(param, place)
+        if any(param.numel() for param in params):
+            buffer, places, _ = laid_out(params)
+            self.buffers.append(buffer)
+            for param, place in zip(params, places, strict=True):
+                place.copy_(param.detach())
+                self.place(param, place)
 
     def _weights_of(self, module: torch.nn.Module) -> Sequence[HostWeight]:
         params: Any = module._parameters.values()
@@ -308,6 +303,10 @@ class HostWeights:
         if within := self._used_within.get(id(module)):
             found += within
         return found if len(found) < 2 else list(dict.fromkeys(found))
+
+    def _note_uses(self, module: torch.nn.Module, weights: Iterable[Any]) -> None:
+        """From its next forward on they come with a module that has used them."""
+        self._used_within.setdefault(id(module), {}).update(dict.fromkeys(weights))
 
     def _keep_returned(self, module: torch.nn.Module, output: Any) -> None:
         """What a module returns of the memory of its weights is used outside of it."""
@@ -357,10 +356,7 @@ class HostWeights:
             for weight in weights:
                 # Of one that is there Ctrl-C may have left the class.
                 end(weight.param)
-            # Ctrl-C leaves modules there whose forwards it has ended.
-            if self._stack and num_calls(self._stack[-1]):
-                within = self._used_within.setdefault(id(self._stack[-1]), {})
-                within.update(dict.fromkeys(weights))
+            self._calls.note_uses(weights)
             left = sum(weight.view.nbytes for weight in self._borrowed) - BORROWED_BYTES_MAX
             leaving = []
             for weight in self._borrowed:
@@ -423,6 +419,8 @@ class HostWeights:
                 "step() of an optimizer whose model has another one with weights='host' since, "
                 "expected one. hint: one optimizer with several groups"
             )
+        # Forwards that have begun have ended, also those that Ctrl-C has.
+        self._calls.forget()
         self._writes.use(None)
         self._is_begun = False
         for weight in self._weights.values():
