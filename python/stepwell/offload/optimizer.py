@@ -47,6 +47,7 @@ from stepwell.store.residents import Residents
 from stepwell.store.spans import Looked, Spans
 from stepwell.store.state_in_memory import StateInMemory
 from stepwell.store.states import States
+from stepwell.store.staying import Staying
 from stepwell.store.steps import Steps
 from stepwell.store.swapped import Swapped
 
@@ -248,6 +249,13 @@ class OffloadAdamW(AdamW):
         self.clip_norm = clip_norm
         self.grad_norm: float | None = None
         swapped = None if tier is None else Swapped(tier, moments, threads)
+        staying: Staying | None = None
+        if weights == "host":
+            assert model is not None
+            take_over(model)
+            where = next(model.parameters()).device if device is None else torch.device(device)
+            staying = Staying(model, where, device_bytes_max)
+            device_bytes_max = staying.state_bytes_max
         self._residents = Residents(device_bytes_max)
         self._host = HostSide(
             moments,
@@ -268,13 +276,10 @@ class OffloadAdamW(AdamW):
         )
         # What removes the hooks of a parameter, by its id. Its twin holds it.
         self._hooked: dict[int, weakref.finalize[Any, OffloadAdamW]] = {}
-        if weights == "host":
-            assert model is not None
-            where = next(model.parameters()).device if device is None else torch.device(device)
-            take_over(model)
+        if staying is not None:
             background = weakref.ref(self._background)
             self._host.weights = HostWeights(
-                where,
+                staying,
                 lambda: None if (alive := background()) is None else alive.engine,
                 lock=self._background.lock(),
                 reread=_reread_of(self),
@@ -310,7 +315,7 @@ class OffloadAdamW(AdamW):
                 self._host.open(self, self._states, self._names(), between_steps)
             if self._host.weights is not None and model is not None:
                 self._host.weights.watch(model)
-            elif model is not None:
+            if model is not None and (staying is None or len(staying)):
                 self._background.watch(model)
         except BaseException:
             if self._host.weights is not None:
@@ -371,6 +376,8 @@ class OffloadAdamW(AdamW):
         labels = dict(self._labelled())
         self._host.check(new, labels)
         residents = self._residents.choose(new, labels)
+        if self._host.weights is not None:
+            residents = self._host.weights.keep(residents)
         try:
             self._residents.add(residents)
             self._admit_to_host([param for param in new if param not in self._residents])
@@ -784,17 +791,17 @@ class OffloadAdamW(AdamW):
 
         place, norms = self._host.device, None
         if isinstance(self._collector, HostCollector):
-            place, norms = torch.device("cpu"), self._collector.norms(looked.params)
+            place = torch.device("cpu")
+            norms = self._collector.norms(looked.params, looked.grads)
         return gradient_norm(looked.params, looked.grads, place, read=read, norms=norms), is_set
 
     def _norm_and_written(self, looked: Looked) -> tuple[float, list[torch.Tensor]]:
         """The norm of the gradients, and the parameters whose weights the program has written."""
-        if not len(self._twins) or self._host.weights is not None:
+        contents = self._background.opened().contents if len(self._twins) else None
+        if contents is None:
             return self._norm(looked, None)[0], []
         # Another optimizer may have these weights under way.
-        wait_for(self._twins)
-        contents = self._background.opened().contents
-        assert contents is not None
+        wait_for(self._host.uploaded)
         norm, is_written = self._norm(looked, contents.look())
         return norm, contents.differing() if is_written else []
 

@@ -72,10 +72,10 @@ class Background:
         self._has_told = False
 
     def watch(self, model: torch.nn.Module) -> None:
-        """Has forwards of this model wait for the weights that they need."""
+        """Has forwards of this model wait for the weights that they need, and that steps upload."""
         self._gate = Gate(
             model,
-            self._twins,
+            self._host.uploaded,
             wait_bytes_max=0 if self._deferred is None else LANDING_BYTES_MAX,
         )
 
@@ -94,7 +94,7 @@ class Background:
             if self._deferred is not None and any(map(is_dtensor, self._twins)):
                 gate = None
             if gate is not None:
-                gate.attach(self._twins, engine)
+                gate.attach(self._host.uploaded, engine)
             self.engine, self.gate = engine, gate
         return self.engine
 
@@ -107,7 +107,7 @@ class Background:
             params,
             Extents.of(params),
             twins=twins,
-            weights_are_away=self._host.weights is not None,
+            uploaded=None if self._host.weights is None else self._host.uploaded,
             threads=self._threads,
             threads_share=self._host.hosted_share,
             deferred=deferred,
@@ -251,9 +251,10 @@ class Background:
         """Once a step was submitted: waits for the weights that no forward waits for."""
         if self._host.weights is not None:
             self._host.weights.end_step()
-            return
         if (gate := self.open_gate) is not None:
             gate.wait_for_uncovered()
+            return
+        if self._host.weights is not None and not self._host.uploaded:
             return
         if self._gate is None and self.engine is not None and not self._has_told:
             self._has_told = True

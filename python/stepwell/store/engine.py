@@ -96,7 +96,8 @@ class Engine(Uploads):
         windows: of each parameter those that it waits for; None: the spans are the parameters.
         twins: the host sides of parameters, which programs may write on the device; None: the
             caller has the memory, and what is written there is not looked for.
-        weights_are_away: whether weights are in host memory, so that none is looked for.
+        uploaded: those of them that are on the device between steps; None: all. For others none is
+            looked for.
         threads: workers that step; None: as `OffloadEngine` has it.
         threads_share: which share of these step where updates are deferred. A part of a model takes
             as long with that part of them as the whole with all, and leaves cores.
@@ -117,7 +118,7 @@ class Engine(Uploads):
         *,
         windows: Mapping[torch.Tensor, Sequence[Window]] | None = None,
         twins: Twins | None = None,
-        weights_are_away: bool = False,
+        uploaded: Sequence[torch.Tensor] | None = None,
         threads: int | None = None,
         threads_share: float = 1.0,
         deferred: Deferred | None = None,
@@ -163,7 +164,7 @@ class Engine(Uploads):
         self._buffers = [] if twins is None else twins.buffers
         self.contents: Contents | None = None
         """Which weights the program has written; None: that is not looked for."""
-        if twins is not None and not weights_are_away:
+        if twins is not None and (uploaded is None or uploaded):
             self.contents = Contents(
                 self._core,
                 self.store,
@@ -171,6 +172,7 @@ class Engine(Uploads):
                 twins,
                 device=device,
                 stream=partial(current_stream, device),
+                uploaded=uploaded,
             )
         self._is_settling = self._is_stepping = False
         self.lock = threading.RLock() if lock is None else lock

@@ -75,6 +75,15 @@ class HostSide:
         # Where a volume has state, that is given a place when all parameters are known.
         self._is_open = swapped is None
 
+    def is_away(self, param: torch.Tensor) -> bool:
+        """Whether the weight of `param`, which is stepped, is on the device between uses alone."""
+        return self.weights is not None and param not in self.weights.staying
+
+    @property
+    def uploaded(self) -> list[torch.Tensor]:
+        """The parameters whose weights steps upload, in their order."""
+        return [param for param in self.twins if not self.is_away(param)]
+
     def awaited(self, params: Iterable[torch.Tensor]) -> AbstractContextManager[None]:
         """A context in which `params`, which are new, are admitted.
 
@@ -97,7 +106,8 @@ class HostSide:
         Written((labels[param], local(param)) for param in [*known, *params])
         device = self._device_with(params)
         for param in params:
-            if local(param).device != device:
+            # Weights in host memory go to their device when they are admitted.
+            if self.weights is None and local(param).device != device:
                 raise ValueError(
                     f"{labels[param]} is on `{local(param).device}`, others on `{device}`, "
                     "expected one device. hint: an optimizer for each device"

@@ -29,7 +29,6 @@ what comes ahead of its use. Per pass each weight crosses the bus once, in a bac
 from __future__ import annotations
 
 import weakref
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -51,15 +50,12 @@ if TYPE_CHECKING:
 
     from stepwell.access.writes import Protection
     from stepwell.store.engine import Engine
+    from stepwell.store.staying import Staying
 
 __all__ = ["BORROWED_BYTES_MAX", "HostWeights", "check_place", "take_over"]
 
 BORROWED_BYTES_MAX = 1 << 30
 """Of weights that a program uses outside of modules, and of which it holds no memory."""
-
-# Of weights that are fetched ahead of their use: some milliseconds of a bus. With twice as many a
-# forward and backward of 8 B parameters took 2 % less.
-_AHEAD_NUMEL = 192 << 20
 
 # What has the weights of parameters, by their ids, which it holds.
 _OWNERS: weakref.WeakValueDictionary[int, HostWeights] = weakref.WeakValueDictionary()
@@ -129,7 +125,7 @@ class HostWeights:
     """The weights of a model whose host side is their place.
 
     Args:
-        device: where modules use them.
+        staying: those of the model that stay on the device, which are none of them.
         engine: gives what steps them; None: nothing does.
         lock: what a thread has that submits a step.
         reread: called with parameters that the program has written, to copy them to the host;
@@ -139,14 +135,14 @@ class HostWeights:
 
     def __init__(
         self,
-        device: torch.device,
+        staying: Staying,
         engine: Callable[[], Engine | None],
         *,
         lock: Any,
         reread: Callable[[Sequence[torch.Tensor]], Iterable[torch.Tensor]],
         owner: object,
     ) -> None:
-        self.device = device
+        self.device, self.staying = staying.device, staying
         self._engine = engine
         self._owner = weakref.ref(owner)
         self._lock, self._reread = lock, reread
@@ -165,22 +161,14 @@ class HostWeights:
         # Modules whose calls are compiled code.
         self._compiled: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._handles: list[torch.utils.hooks.RemovableHandle | CompiledCall] = []
-        # Sizes are known when the model is.
-        self._fetcher: Fetcher
-        self._calls: Calls
-        self._make_calls(0)
-        self._away = _Away(self)
-        self._writes: Writes[torch.Tensor] = Writes(self._wait, _nothing)
-
-    def _make_calls(self, block_numel: int) -> None:
         self._fetcher = Fetcher(
             Lane(self.device),
             there=True,
             absent=False,
-            prefetch_numel_max=_AHEAD_NUMEL,
+            prefetch_numel_max=staying.ahead_numel_max,
             # A block that computes its activations again uses its weights twice.
-            reuse_numel_max=2 * block_numel,
-            live_numel_max=2 * (block_numel + _AHEAD_NUMEL),
+            reuse_numel_max=2 * staying.block_numel,
+            live_numel_max=staying.live_numel_max,
             lock=self._lock,
         )
         self._fetcher.has_step_ended = self._has_step_ended
@@ -193,31 +181,67 @@ class HostWeights:
             on_uses=self._note_uses,
             sees_passes=True,
         )
+        self._away = _Away(self)
+        self._writes: Writes[torch.Tensor] = Writes(self._wait, _nothing)
 
     # ---- the model ----
 
     def place(self, param: torch.Tensor, source: torch.Tensor) -> None:
-        """From now on the weight of `param` is `source`, in host memory, which has its elements."""
+        """From now on the weight of `param` is `source`, in host memory, which has its elements.
+
+        One that stays on the device has it beside that.
+        """
         assert isinstance(param, Parameter)
         weight = self._weights.get(id(param))
-        if weight is None:
-            if param.device != self.device:
-                param.data = torch.empty(param.shape, dtype=param.dtype, device=self.device)
-            elif references(param)[1] > COUNT_ALONE or not param.is_contiguous():
-                # What others hold of its memory stays theirs.
-                param.data = torch.empty_like(param, memory_format=torch.contiguous_format)
-            weight = HostWeight(param, source, len(self._weights), self._away)
-            self._weights[id(param)] = weight
+        if weight is not None:
+            weight.source = source
+            if not weight.is_held:
+                weight.users.clear()
+                self._fetcher.give_back([weight], self)
+                self._borrowed.pop(weight, None)
+        elif self.staying.keep(param, source):
             _OWNERS[id(param)] = self
-            forget_when_gone(param)
-            if weight.numel:
-                weight.drop()
-            return
-        weight.source = source
-        if not weight.is_held:
-            weight.users.clear()
-            self._fetcher.give_back([weight], self)
-            self._borrowed.pop(weight, None)
+        else:
+            while True:
+                try:
+                    self._take_memory_of(param)
+                    break
+                except torch.OutOfMemoryError:
+                    if (kept := self.staying.give_way()) is None:
+                        raise
+                    assert kept.source is not None
+                    self._send_away(kept.param, kept.source)
+            self._send_away(param, source)
+
+    def keep(self, params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Moves parameters to the device that stay there, and have no host side; returns these."""
+        kept: list[torch.Tensor] = []
+        for param in params:
+            if isinstance(param, Parameter) and self.staying.keep(param):
+                _OWNERS[id(param)] = self
+                kept.append(param)
+        return kept
+
+    def _take_memory_of(self, param: Parameter) -> None:
+        """Gives a parameter memory on the device that is its own."""
+        if param.device != self.device:
+            param.data = torch.empty(param.shape, dtype=param.dtype, device=self.device)
+        elif (
+            # What others hold of its memory stays theirs.
+            references(param)[1] > COUNT_ALONE
+            or not param.untyped_storage().resizable()
+            or not param.is_contiguous()
+        ):
+            param.data = torch.empty_like(param, memory_format=torch.contiguous_format)
+
+    def _send_away(self, param: Parameter, source: torch.Tensor) -> None:
+        """The memory that a parameter has on the device is there only between uses from now on."""
+        weight = HostWeight(param, source, len(self._weights), self._away)
+        self._weights[id(param)] = weight
+        _OWNERS[id(param)] = self
+        forget_when_gone(param)
+        if weight.numel:
+            weight.drop()
 
     def watch(self, model: torch.nn.Module) -> None:
         """Has the weights of a model come to its modules; and its buffers be on the device.
@@ -229,12 +253,15 @@ class HostWeights:
             OSError: there is no memory for them.
         """
         self._model = weakref.ref(model)
-        self._place_frozen([p for p in model.parameters() if id(p) not in self._weights])
+        new = [p for p in model.parameters() if not (id(p) in self._weights or p in self.staying)]
+        for param in new:
+            check_place(param, self)
+        kept = set(self.keep(new))
+        self._place_frozen([param for param in new if param not in kept])
         for module in model.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     module._buffers[name] = buffer.to(self.device)
-        self._make_calls(_block_numel(model))
         for module in model.modules():
             if is_compiled(module):
                 self._compiled.add(module)
@@ -272,6 +299,8 @@ class HostWeights:
                 end(weight.param)
                 weight.param.data = weight.source.data
                 del self._weights[key], _OWNERS[key]
+            for param in self.staying.let_go():
+                del _OWNERS[id(param)]
             self._borrowed.clear()
             self._has_let_go = True
 
@@ -280,8 +309,6 @@ class HostWeights:
         self._fetcher.finish_copies()
 
     def _place_frozen(self, params: Sequence[Parameter]) -> None:
-        for param in params:
-            check_place(param, self)
         if any(param.numel() for param in params):
             buffer, places, _ = laid_out(params)
             self.buffers.append(buffer)
@@ -457,15 +484,6 @@ class HostWeights:
     def _has_step_ended(self) -> bool:
         engine = self._engine()
         return engine is None or not engine.busy
-
-
-def _block_numel(model: torch.nn.Module) -> int:
-    """Elements of the largest module that is one of a list, or has parameters of its own."""
-    lists = torch.nn.ModuleList, torch.nn.Sequential
-    blocks = chain.from_iterable(m.children() for m in model.modules() if isinstance(m, lists))
-    in_block = (sum(param.numel() for param in block.parameters()) for block in blocks)
-    own = (sum(p.numel() for p in m.parameters(recurse=False)) for m in model.modules())
-    return max(chain(in_block, own), default=0)
 
 
 def _is_transforming() -> bool:

@@ -91,7 +91,6 @@ class Spans:
         self._host, self._residents = host, residents
         self._collector, self._background = collector, background
         self._moments = moments
-        self._weights_are_away = host.weights is not None
         # For an optimizer whose state is all on the device.
         self._bare_store = _core.Store(is_beside=True)
 
@@ -230,16 +229,16 @@ class Spans:
         label: Callable[[], str],
         is_kept: bool,
     ) -> None:
-        twin = self._host.twins[param]
+        twin, is_away = self._host.twins[param], self._host.is_away(param)
         bind(
             self.store,
             at,
             weight=twin.weight,
             grad=piece_of(grad),
             grad_view=twin.grad_view,
-            piece=None if self._weights_are_away or type(param) in PLAIN else piece_of(param),
+            piece=None if is_away or type(param) in PLAIN else piece_of(param),
             # Behind the step each forward fetches its own.
-            target=0 if self._weights_are_away else None,
+            target=0 if is_away else None,
             state=state,
             moments=self._moments,
             rounding=rounding,

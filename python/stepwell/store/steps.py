@@ -140,7 +140,8 @@ class Steps:
         # Weights of deferred updates land with this step, also those of parameters without
         # update.
         landing = engine.store.landing
-        shared = [] if gate is None else self._background.exposed(landing)
+        uploaded = [param for param in landing if not self._host.is_away(param)]
+        shared = [] if gate is None else self._background.exposed(uploaded)
         at_once, num_settled = None, engine.store.num_settled
         kind = self._kind.now(is_settled=engine.is_settled)
         others = landing[len(params) :]
@@ -156,9 +157,9 @@ class Steps:
         verified = [param for param in params if twins[param].is_unverified]
         stream = current_stream(self._host.device)
         coming = Submitted(stream, looked.swapping, params, verified)
-        protections = [] if gate is None else [gate.opening(landing, shared)]
+        protections = [] if gate is None else [gate.opening(uploaded, shared)]
         if self._host.weights is not None:
-            stepped = ((param, twins[param].weight) for param in params)
+            stepped = ((p, twins[p].weight) for p in params if self._host.is_away(p))
             protections.append(self._host.weights.protection(stepped))
         selected = []
         if engine.selector is not None:
