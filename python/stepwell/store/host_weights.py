@@ -169,6 +169,8 @@ class HostWeights:
             # A block that computes its activations again uses its weights twice.
             reuse_numel_max=2 * staying.block_numel,
             live_numel_max=staying.live_numel_max,
+            # Where no step comes between, what a backward has used last is used first.
+            repeats=True,
             lock=self._lock,
         )
         self._fetcher.has_step_ended = self._has_step_ended
@@ -329,6 +331,9 @@ class HostWeights:
         found = [weight for weight in own if weight is not None and weight.numel]
         if within := self._used_within.get(id(module)):
             found += within
+        # Others are where they were put.
+        for weight in filter(self._borrowed.__contains__, found) if self._borrowed else ():
+            weight.check_device()
         return found if len(found) < 2 else list(dict.fromkeys(found))
 
     def _note_uses(self, module: torch.nn.Module, weights: Iterable[Any]) -> None:
@@ -452,6 +457,7 @@ class HostWeights:
         self._is_begun = False
         for weight in self._weights.values():
             if weight.is_replaced:
+                weight.check_device()
                 end(weight.param)
                 weight.state = True
                 weight.users.add(self)
