@@ -824,14 +824,16 @@ class OffloadAdamW(AdamW):
         hypers = [hyper.core(grad_scale) for hyper in self._hypers]
         stream = self._residents.begin()
         # State with no update counted is as none.
+        self._put_new_states()
         states = self._keeper.own
-        states.update(self._new_states)
-        self._host.drop_fresh(self._new_states)
-        self._new_states = {}
         if len(self._twins):
             self._steps.submit(looked, hypers, states)
             return
         self._store.submit(hypers, buffers=[], stream=stream, record=None)
+
+    def _put_new_states(self) -> None:
+        self._host.drop_fresh(self._new_states)
+        super()._put_new_states()
 
     def _clip_coefficient(self, norm: float) -> float:
         if self.clip_norm is None:
