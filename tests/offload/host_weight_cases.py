@@ -278,6 +278,17 @@ class Recursive(torch.nn.Module):
         return (self(x, times - 1) if times else x) + torch.tanh(x @ self.own)
 
 
+class WithNothing(Net):
+    """Has a weight without elements."""
+
+    def __init__(self):
+        super().__init__()
+        self.nothing = torch.nn.Parameter(torch.zeros(0))
+
+    def forward(self, words):
+        return super().forward(words) + self.nothing.sum()
+
+
 def tied():
     net = Net()
     net.head.weight = net.embed.weight

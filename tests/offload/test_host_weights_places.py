@@ -26,6 +26,7 @@ from host_weight_cases import (
     resident_bytes,
     words_of,
 )
+from stepwell.store.engine import Engine
 
 # ---- Ctrl-C ----
 
@@ -164,6 +165,19 @@ def test_what_is_used_first_and_last_stays_with_room_on_the_device():
         assert not any(map(is_away, staying))
         assert all(map(is_away, net.layers[1].parameters()))
     assert seen == [[True, True]] * 3
+
+
+def test_groups_are_placed_one_after_the_other_and_nothing_is_fetched():
+    net = Net().bfloat16()
+    groups = [{"params": list(net.embed.parameters())}, {"params": list(net.layers.parameters())}]
+    optimizer = stepwell.OffloadAdamW(groups, model=net, weights="host", lr=1e-2)
+    assert resident_bytes(net) == 0
+    optimizer.add_param_group({"params": list(net.head.parameters())})
+    assert resident_bytes(net) == 0
+    before = copy.deepcopy(net.state_dict())
+    loss_of(net, 0).backward()
+    optimizer.step()
+    assert not any(is_same(value, before[n]) for n, value in net.named_parameters())
 
 
 def test_state_stays_with_room_for_all_weights():
@@ -478,6 +492,27 @@ def test_a_model_and_its_optimizer_go_when_the_program_lets_go_of_them(stays):
 
 
 # ---- what is refused ----
+
+
+def test_a_pin_that_fails_leaves_nothing_pinned(monkeypatch):
+    pin, engines = Engine.pin, []
+
+    def fails_at_second(self, memory):
+        engines.append(self)
+        if len(engines) == 2:
+            raise OSError("cannot pin")
+        pin(self, memory)
+
+    net = Net().bfloat16()
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "pin", fails_at_second)
+        with pytest.raises(OSError, match="cannot pin"):
+            stepwell.OffloadAdamW(net, weights="host")
+    assert engines[0].core.pinned_nbytes == 0
+    assert all(type(param) is torch.nn.Parameter for param in net.parameters())
+    optimizer = stepwell.OffloadAdamW(net, weights="host")
+    loss_of(net, 0).backward()
+    optimizer.step()
 
 
 def test_other_shapes_and_dtypes_are_refused():

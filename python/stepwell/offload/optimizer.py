@@ -41,7 +41,7 @@ from stepwell.store.background import Background
 from stepwell.store.gradients import DeviceCollector
 from stepwell.store.host_collector import WHY_NAN, HostCollector
 from stepwell.store.host_side import HostSide
-from stepwell.store.host_weights import HostWeights, take_over
+from stepwell.store.host_weights import HostWeights
 from stepwell.store.norm import CLIP_EPS, gradient_norm
 from stepwell.store.residents import Residents
 from stepwell.store.spans import Looked, Spans
@@ -50,6 +50,7 @@ from stepwell.store.states import States
 from stepwell.store.staying import Staying
 from stepwell.store.steps import Steps
 from stepwell.store.swapped import Swapped
+from stepwell.store.weight_owners import take_over
 
 if TYPE_CHECKING:
     from collections import defaultdict
@@ -121,7 +122,8 @@ class OffloadAdamW(AdamW):
             waits for all new weights itself.
         weights: where weights are between their uses. "device": on the accelerator. "host": in
             host memory, for models whose 16-bit weights do not fit. Modules fetch them for their
-            forward and for their backward, and gradients go to host memory as they are made. The
+            forward and for their backward, and gradients go to host memory as they are made. What
+            has room by `device_bytes_max` stays on the device, which makes steps faster. The
             model is given; what it has on the CPU goes to memory of the optimizer's, parameter by
             parameter, and its buffers go to `device`. An optimizer that is made anew for the model
             takes over, and the one before steps no more. Not with deferred updates, DTensor
@@ -157,7 +159,12 @@ class OffloadAdamW(AdamW):
             fp32 whatever `moments` is, and take no host memory. No step waits for them, and none of
             their updates is deferred. Bits are those of steps in host memory with fp32 moments, and
             state dicts are alike. Not with `accumulate="host"`, a volume that commits, or DTensor
-            parameters.
+            parameters. With `weights="host"` it is the most device memory that is taken in all:
+            what modules fetch, some of it ahead of their use, and gradients on their way (at most
+            0.6 GB). In what is left weights stay, from both ends of the model inwards (embeddings
+            and heads first, whose fetch nothing hides), and once all weights do, state. Where the
+            device has less, fewer stay. What a module uses comes in any case. 0: none stays, and
+            what is fetched has 2 elements for each of the largest block, and 400 million more.
         deferred: which updates are applied later, in the background of the steps to come, so that
             no step waits for host memory; None: none is. Forwards in training then read weights
             that lack some updates (see `Deferred`); evaluation, state dicts and every other access
@@ -317,6 +324,9 @@ class OffloadAdamW(AdamW):
                 self._host.weights.watch(model)
             if model is not None and (staying is None or len(staying)):
                 self._background.watch(model)
+            if staying is not None and len(self._twins):
+                # From then on what modules fetch is pinned.
+                self._background.opened()
         except BaseException:
             if self._host.weights is not None:
                 # Nothing else would find them.

@@ -115,6 +115,17 @@ class Background:
             label=self._label,
             lock=self._lock,
         )
+        try:
+            self._pin(engine)
+        except BaseException:
+            # What is pinned already could not be pinned once more.
+            engine.close()
+            raise
+        return engine
+
+    def _pin(self, engine: Engine) -> None:
+        twins, swapped = self._twins, self._host.swapped
+        params = list(twins)
         # What waits for a drive waits little longer for a copy. Sums come up and go down again in
         # each backward.
         pinned = [param for param in params if swapped is None or param not in swapped]
@@ -122,7 +133,6 @@ class Background:
         engine.pin(twins.byte_ranges(params if self._host.sums_on_host else pinned, "grad"))
         if self._host.weights is not None:
             engine.pin((buffer, 0, buffer.nbytes) for buffer in self._host.weights.buffers)
-        return engine
 
     @property
     def open_gate(self) -> Gate | None:

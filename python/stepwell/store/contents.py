@@ -101,7 +101,7 @@ class Contents:
     def _take_checksums(self, found: torch.Tensor, uploaded: Collection[int]) -> None:
         """As the store's, of weights that are on the device; those of others are left."""
         for param in self._store.landing:
-            if id(param) not in uploaded:
+            if id(param) not in uploaded or not param.numel():
                 continue
             # It was looked at for the step: it is as it was, but may be elsewhere.
             pieces = torch.split(param.detach().view(-1), _SEGMENT_NUMEL)

@@ -21,9 +21,9 @@ from stepwell._budget import GIB, announce, share_of_free_bytes
 from stepwell._sharding import is_dtensor, local
 from stepwell._tensors import Written, check_param
 from stepwell.store.deferred import DeferralBytes, Extents, memory_of
-from stepwell.store.host_weights import check_place
 from stepwell.store.residents import Residents
 from stepwell.store.twins import Twins
+from stepwell.store.weight_owners import check_place
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -101,9 +101,14 @@ class HostSide:
         for param in params:
             check_place(param, self.weights)
             check_param(param, labels[param], on_device=True)
-        # Refuses tensors that share memory.
+        # Refuses tensors that share memory. What is away has it on the host.
         known = [param for param in (*self.twins, *self._residents) if param in labels]
-        Written((labels[param], local(param)) for param in [*known, *params])
+        places = [
+            self.twins.weight(param) if param in self.twins and self.is_away(param) else param
+            for param in [*known, *params]
+        ]
+        names = [labels[param] for param in [*known, *params]]
+        Written((name, local(place)) for name, place in zip(names, places, strict=True))
         device = self._device_with(params)
         for param in params:
             # Weights in host memory go to their device when they are admitted.

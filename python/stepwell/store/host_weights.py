@@ -12,12 +12,11 @@ the storage leave: autograd, which keeps the parameter or a view of it, finds th
 - What the program has written to a weight that was brought goes to the host before it leaves: its
   contents tell. To one that modules have fetched, its version tells: `.data` has one of its own, so
   that a write by way of it within a forward is lost.
-- One optimizer at a time has a parameter. The next one of the same model takes over, and so does
-  any when that is gone. An optimizer that could not be made leaves weights as plain tensors in host
-  memory.
+- One optimizer at a time has a parameter (`weight_owners`).
+- What stays on the device (`staying`) is none of them, but goes to host memory with them.
 - Forwards are on one thread at a time.
 - What transforms of torch.func use, and backwards with create_graph, stays until the next step.
-- What a module uses of others without calling them comes with it from its second forward on.
+- What a module uses of others without calling them comes with it once a forward of it has ended.
 - While a step runs the host side has the class of what a step writes: a fetch, and whoever reads a
   state dict, waits for its own part of the step.
 - State dicts have the host side itself. While one is made, one module's weights come at a time.
@@ -38,9 +37,10 @@ from torch.utils._pytree import tree_map
 from stepwell import _core
 from stepwell._tensors import COUNT_ALONE, references
 from stepwell.access.compiled_calls import CompiledCall, is_compiled, is_compiled_in_place
-from stepwell.access.writes import Writes, end, forget_when_gone, is_under_way
+from stepwell.access.writes import Writes, end, forget_when_gone
 from stepwell.store.host_weight import Graph, HostWeight
 from stepwell.store.twins import laid_out
+from stepwell.store.weight_owners import check_place, disown, own
 from stepwell.weights.calls import CallHook, Calls
 from stepwell.weights.fetcher import Fetcher
 from stepwell.weights.lane import Lane
@@ -52,41 +52,10 @@ if TYPE_CHECKING:
     from stepwell.store.engine import Engine
     from stepwell.store.staying import Staying
 
-__all__ = ["BORROWED_BYTES_MAX", "HostWeights", "check_place", "take_over"]
+__all__ = ["BORROWED_BYTES_MAX", "HostWeights"]
 
 BORROWED_BYTES_MAX = 1 << 30
 """Of weights that a program uses outside of modules, and of which it holds no memory."""
-
-# What has the weights of parameters, by their ids, which it holds.
-_OWNERS: weakref.WeakValueDictionary[int, HostWeights] = weakref.WeakValueDictionary()
-
-
-def check_place(param: torch.Tensor, owner: HostWeights | None) -> None:
-    """Raises ValueError if the weight of `param` cannot be where `owner` has it.
-
-    `owner`: None: it stays where it is.
-    """
-    if _OWNERS.get(id(param), owner) is not owner:
-        raise ValueError(
-            f"the weight of a parameter of `{tuple(param.shape)}` is in host memory for another "
-            "optimizer, expected none. hint: the same model with weights='host' again; or let go "
-            "of that optimizer (del optimizer), of a parameter that models share"
-        )
-    if owner is not None and not (type(param) is Parameter or is_under_way(param)):
-        raise ValueError(
-            f"a parameter is a `{type(param).__name__}` and `weights` is `host`, expected "
-            "torch.nn.Parameter. hint: weights='device'"
-        )
-
-
-def take_over(model: torch.nn.Module) -> None:
-    """Has the weights of a model that has had an optimizer be plain tensors in host memory.
-
-    Those of another model whose optimizer is there stay.
-    """
-    for owner in {_OWNERS.get(id(param)) for param in model.parameters()}:
-        if owner is not None and (owner.is_abandoned or owner.is_of(model)):
-            owner.let_go()
 
 
 class _Away:
@@ -202,7 +171,7 @@ class HostWeights:
                 self._fetcher.give_back([weight], self)
                 self._borrowed.pop(weight, None)
         elif self.staying.keep(param, source):
-            _OWNERS[id(param)] = self
+            own(param, self)
         else:
             while True:
                 try:
@@ -220,7 +189,7 @@ class HostWeights:
         kept: list[torch.Tensor] = []
         for param in params:
             if isinstance(param, Parameter) and self.staying.keep(param):
-                _OWNERS[id(param)] = self
+                own(param, self)
                 kept.append(param)
         return kept
 
@@ -240,7 +209,7 @@ class HostWeights:
         """The memory that a parameter has on the device is there only between uses from now on."""
         weight = HostWeight(param, source, len(self._weights), self._away)
         self._weights[id(param)] = weight
-        _OWNERS[id(param)] = self
+        own(param, self)
         forget_when_gone(param)
         if weight.numel:
             weight.drop()
@@ -300,9 +269,10 @@ class HostWeights:
             for key, weight in list(self._weights.items()):
                 end(weight.param)
                 weight.param.data = weight.source.data
-                del self._weights[key], _OWNERS[key]
+                del self._weights[key]
+                disown(weight.param)
             for param in self.staying.let_go():
-                del _OWNERS[id(param)]
+                disown(param)
             self._borrowed.clear()
             self._has_let_go = True
 
