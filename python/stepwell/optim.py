@@ -312,9 +312,13 @@ class Adam(StateDicts):
         All that can fail comes before the first change.
         """
         # State with no update counted is as none.
+        self._put_new_states()
+        self._store.step([hyper.core(grad_scale) for hyper in self._hypers])
+
+    def _put_new_states(self) -> None:
+        """What the last look has made is the parameters' state from now on."""
         self.__dict__["state"].update(self._new_states)
         self._new_states = {}
-        self._store.step([hyper.core(grad_scale) for hyper in self._hypers])
 
     def _rounding(self, ordinal: int, group: dict[str, Any], param: torch.Tensor) -> Rounding:
         """What the stochastic rounding of a parameter follows from.
@@ -390,8 +394,7 @@ class Adam(StateDicts):
         if outcome is Outcome.SKIP:
             self._count_skipped(nonfinite)
         elif outcome is Outcome.MAKE_STATE:
-            self.__dict__["state"].update(self._new_states)
-            self._new_states = {}
+            self._put_new_states()
         else:
             self._num_skipped_in_a_row = 0
             has_state = bool(self.__dict__["state"])

@@ -1,9 +1,12 @@
 """Models whose weights lie in host memory, and programs that train them."""
 
 import contextlib
+import math
+from unittest import mock
 
 import stepwell
 import torch
+from stepwell.store import staying
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
@@ -80,8 +83,19 @@ def assert_same(ours, theirs):
         assert ours == theirs
 
 
-def made(weights, device, make=Net, dtype=torch.bfloat16, **options):
-    """A model with its optimizer; weights in host memory begin on the CPU."""
+def room_for(net, stays):
+    """A `device_bytes_max` with which some weights stay on the device, or all with some state."""
+    weights = sum(param.nbytes for param in net.parameters())
+    if stays == "state":
+        return weights + 6 * sum(param.numel() for param in net.parameters())
+    return {None: 0, "ends": math.ceil(0.8 * weights)}[stays]
+
+
+def made(weights, device, make=Net, dtype=torch.bfloat16, stays=None, **options):
+    """A model with its optimizer; weights in host memory begin on the CPU.
+
+    `stays`: as `room_for` has it.
+    """
     torch.manual_seed(0)
     net = make().to(dtype)
     if weights == "host":
@@ -89,7 +103,12 @@ def made(weights, device, make=Net, dtype=torch.bfloat16, **options):
     else:
         net.to(device)
     options = {"lr": 1e-2, "clip_norm": 1.0, **options}
-    return net, stepwell.OffloadAdamW(net, weights=weights, **options)
+    if stays is None:
+        return net, stepwell.OffloadAdamW(net, weights=weights, **options)
+    options["device_bytes_max"] = room_for(net, stays)
+    # Beside what is fetched ahead of its use nothing of a small model would fit.
+    with mock.patch.object(staying, "_AHEAD_NUMEL", 1):
+        return net, stepwell.OffloadAdamW(net, weights=weights, **options)
 
 
 def trained(weights, device, loss=loss_of, then=None, backwards=1, **made_with):
@@ -112,8 +131,10 @@ def trained(weights, device, loss=loss_of, then=None, backwards=1, **made_with):
     return seen, net.state_dict(), optimizer.state_dict()["state"]
 
 
-def assert_trains_alike(device, **program):
-    assert_same(trained("host", device, **program), trained("device", device, **program))
+def assert_trains_alike(device, stays=(None, "ends", "state"), **program):
+    expected = trained("device", device, **program)
+    for each in stays:
+        assert_same(trained("host", device, stays=each, **program), expected)
 
 
 # ---- models ----
@@ -257,6 +278,17 @@ class Recursive(torch.nn.Module):
         return (self(x, times - 1) if times else x) + torch.tanh(x @ self.own)
 
 
+class WithNothing(Net):
+    """Has a weight without elements."""
+
+    def __init__(self):
+        super().__init__()
+        self.nothing = torch.nn.Parameter(torch.zeros(0))
+
+    def forward(self, words):
+        return super().forward(words) + self.nothing.sum()
+
+
 def tied():
     net = Net()
     net.head.weight = net.embed.weight
@@ -289,8 +321,16 @@ def compiled_layers():
     return net
 
 
+def nbytes_there(param):
+    """Bytes of a weight that are on the device."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return param.untyped_storage().nbytes()
+
+
+def is_away(param):
+    return nbytes_there(param) == 0
+
+
 def resident_bytes(net):
     """Bytes of weights that are on the device."""
-    with torch._C.DisableTorchFunctionSubclass():
-        storages = {id(param): param.untyped_storage().nbytes() for param in net.parameters()}
-    return sum(storages.values())
+    return sum({id(param): nbytes_there(param) for param in net.parameters()}.values())

@@ -112,3 +112,15 @@ def test_memory_is_announced_and_bounded(caplog):
     stepwell.OffloadAdamW(groups, host_bytes_max=33_000)
     with pytest.raises(ValueError, match="are left"):
         stepwell.OffloadAdamW(groups, host_bytes_max=31_000)
+
+
+def test_state_that_was_deleted_begins_anew_also_after_a_first_step_at_lr_0():
+    param = torch.nn.Parameter(torch.ones(3))
+    optimizer = stepwell.OffloadAdamW([param], lr=0.0)
+    for lr, grad in ((0.0, 0.0), (0.1, 1.0), (0.1, 1.0)):
+        optimizer.param_groups[0]["lr"] = lr
+        param.grad = torch.full((3,), grad)
+        if grad and optimizer.state[param]["step"]:
+            del optimizer.state[param]
+        optimizer.step()
+    assert float(optimizer.state[param]["step"]) == 1

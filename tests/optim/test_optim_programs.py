@@ -20,6 +20,7 @@ import contextlib
 import copy
 import math
 import sys
+from unittest import mock
 
 import hypothesis
 import pytest
@@ -31,7 +32,7 @@ from optim_cases import CODECS, DTYPES
 from optim_programs import READS, WRITES, Net, Part, Run, other_values, saved, values, written
 from optim_reference import Torch, assert_same
 from stepwell import _core
-from stepwell.store import gradients
+from stepwell.store import gradients, staying
 
 BALLAST = 1 << 19
 SHAPES = [(), (0,), (1,), (33,), (5, 7), (2, 3, 4, 5), (_core.CHUNK_LEN + 70,)]
@@ -78,6 +79,8 @@ OFFLOAD_OPTIONS = st.fixed_dictionaries(
         "gate": st.sampled_from(["module", "module", "step"]),
         # Where weights are in host memory, so are sums, and the model is given.
         "weights": st.sampled_from(["device", "device", "host"]),
+        # Of these which share may stay on the device.
+        "staying": st.sampled_from([0, 0, 0.7, 1]),
         "accumulate": st.sampled_from(["device", "host"]),
         "accumulation_steps": st.sampled_from([None, None, 1, 2, 3]),
         "clip_norm": st.sampled_from([None, None, 0.5]),
@@ -170,10 +173,16 @@ class Programs(RuleBasedStateMachine):
         if kind is stepwell.AdamW:
             return kind(groups, **self.options)
         offload = {**self.offload_options, "threads": 1}
+        staying_share = offload.pop("staying")
+        if offload["weights"] == "host":
+            nbytes = sum(param.nbytes for param in net.parameters())
+            offload["device_bytes_max"] = math.ceil(staying_share * nbytes)
         is_given = offload.pop("gate") == "module" or offload["weights"] == "host"
         model = net if is_given else None
         offload["accumulate"] = "host" if self.sums_on_host else "device"
-        return kind(groups, model=model, **self.options, **offload)
+        # Beside what is fetched ahead of its use nothing of a small model would stay.
+        with mock.patch.object(staying, "_AHEAD_NUMEL", 1):
+            return kind(groups, model=model, **self.options, **offload)
 
     def both(self, act):
         """Does the same to both, and returns what came of it, which has to be the same."""

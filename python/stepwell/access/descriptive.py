@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
-__all__ = ["DESCRIPTIVE", "set_grad", "without_waiting"]
+__all__ = ["DESCRIPTIVE", "changes_nothing", "set_grad", "without_waiting"]
 
 without_waiting = torch._C.DisableTorchFunctionSubclass
 """A context in which functions of torch do not wait: for those that touch no element."""
@@ -55,9 +55,32 @@ DESCRIPTIVE: frozenset[Any] = frozenset(
         torch.is_conj,
         torch.is_neg,
         torch.numel,
+        torch._has_compatible_shallow_copy_type,
     ]
 )
 """Functions of torch that neither read nor write a tensor's elements, nor hand out a way to."""
 
 (set_grad,) = _setters("grad")
 """Sets the gradient of a tensor, without waiting under `without_waiting`."""
+
+(_set_data,) = _setters("data")
+_CONVERSIONS = frozenset(
+    getattr(torch.Tensor, name)
+    for name in ("to", "cpu", "cuda", "float", "double", "half", "bfloat16")
+)
+
+
+def changes_nothing(
+    func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> bool:
+    """Whether a function of torch only returns the tensor that it is given, or gives it its data.
+
+    So do `model.to` and the like for parameters that are as they are asked to be.
+    """
+    if func == _set_data:
+        return args[0] is args[1]
+    if func not in _CONVERSIONS or "memory_format" in kwargs:
+        return False
+    with without_waiting():
+        alike = torch.empty(0, dtype=args[0].dtype, device=args[0].device)
+        return func(alike, *args[1:], **kwargs) is alike

@@ -18,7 +18,6 @@ forward, the gate is closed: every step then waits for its uploads. The result i
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import weakref
@@ -29,6 +28,7 @@ import torch
 from stepwell._sharding import is_dtensor
 from stepwell.access.compiled_calls import CompiledCall, is_compiled, is_compiled_in_place
 from stepwell.access.guard import Forwards, WeightGuard
+from stepwell.access.hooks import Hook
 from stepwell.access.shard_guard import ShardGuard
 
 if TYPE_CHECKING:
@@ -457,29 +457,15 @@ def _traced(key: str) -> bool:
 _traced._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-class _Hook:
-    """A hook on modules, of the gate with this key, which it does not keep alive.
-
-    In a copy of its module, or a pickle, there is what does nothing in its place, and needs no
-    Stepwell.
-    """
-
-    @property
-    def __name__(self) -> str:
-        raise AttributeError(
-            "torch.jit.script cannot compile the hook that waits for the weights of an optimizer. "
-            "hint: script the module before the optimizer is made"
-        )
+class _GateHook(Hook):
+    """A hook on modules, of the gate with this key, which it does not keep alive."""
 
     def __init__(self, key: str) -> None:
         # No number: torch.compile would take one that differs for a size that varies.
         self.key = key
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (contextlib.nullcontext(), "__exit__")
 
-
-class _Before(_Hook):
+class _Before(_GateHook):
     # Called twice per module and step where activations are computed again: each microsecond is
     # one of the thread that launches the forward.
     def __call__(self, module: torch.nn.Module, _: Any) -> None:
@@ -489,13 +475,13 @@ class _Before(_Hook):
             gate.enter(module)
 
 
-class _Behind(_Hook):
+class _Behind(_GateHook):
     def __call__(self, module: torch.nn.Module, *_: Any) -> None:
         if not torch.compiler.is_compiling() and (gate := _GATES.get(self.key)) is not None:
             gate.leave(module)
 
 
-class _StateHook(_Hook):
+class _StateHook(_GateHook):
     """Before a state dict is made or loaded."""
 
     def __call__(self, module: torch.nn.Module, *_: Any) -> None:

@@ -34,7 +34,7 @@ import torch
 from torch.nn import Parameter
 from torch.utils._pytree import tree_leaves
 
-from stepwell.access.descriptive import DESCRIPTIVE, without_waiting
+from stepwell.access.descriptive import DESCRIPTIVE, changes_nothing, without_waiting
 from stepwell.access.finalizers import finalize
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def _waits(
     if torch.compiler.is_compiling():
         # No function of this module is to be in the trace.
         _traced()
-    elif func not in DESCRIPTIVE:
+    elif func not in DESCRIPTIVE and not changes_nothing(func, args, kwargs):
         waited = _wait(filter(_is_written, tree_leaves((args, kwargs))))
         # Where a step has begun meanwhile, that is waited for.
         result = func(*args, **kwargs)

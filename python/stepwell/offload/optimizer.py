@@ -44,14 +44,16 @@ from stepwell.store.background import Background
 from stepwell.store.gradients import DeviceCollector
 from stepwell.store.host_collector import WHY_NAN, HostCollector
 from stepwell.store.host_side import HostSide
-from stepwell.store.host_weights import HostWeights, take_over
+from stepwell.store.host_weights import HostWeights
 from stepwell.store.norm import CLIP_EPS, gradient_norm
 from stepwell.store.residents import Residents
 from stepwell.store.spans import Looked, Spans
 from stepwell.store.state_in_memory import StateInMemory
 from stepwell.store.states import States
+from stepwell.store.staying import Staying
 from stepwell.store.steps import Steps
 from stepwell.store.swapped import Swapped
+from stepwell.store.weight_owners import take_over
 from stepwell.weights.activations import Activations
 
 if TYPE_CHECKING:
@@ -126,7 +128,8 @@ class OffloadAdamW(AdamW):
             waits for all new weights itself.
         weights: where weights are between their uses. "device": on the accelerator. "host": in
             host memory, for models whose 16-bit weights do not fit. Modules fetch them for their
-            forward and for their backward, and gradients go to host memory as they are made. The
+            forward and for their backward, and gradients go to host memory as they are made. What
+            has room by `device_bytes_max` stays on the device, which makes steps faster. The
             model is given; what it has on the CPU goes to memory of the optimizer's, parameter by
             parameter, and its buffers go to `device`. An optimizer that is made anew for the model
             takes over, and the one before steps no more. Not with deferred updates, DTensor
@@ -167,7 +170,13 @@ class OffloadAdamW(AdamW):
             on the device, in fp32 whatever `moments` is, and take no host memory. No step waits for
             them, and none of their updates is deferred. Bits are those of steps in host memory with
             fp32 moments, and state dicts are alike. Not with `accumulate="host"`, a volume that
-            commits, or DTensor parameters.
+            commits, or DTensor parameters. With `weights="host"` it is the most device memory that
+            is taken in all: what modules fetch, some of it ahead of their use, and gradients on
+            their way (at most 1.4 GiB). In what is left weights stay, from both ends of the model
+            inwards (embeddings and heads first, whose fetch nothing hides), and once all weights
+            do, state. Where the device has less, fewer stay. What a module uses comes in any case.
+            0: none stays, and what is fetched has 2 elements for each of the largest block, and 400
+            million more.
         deferred: which updates are applied later, in the background of the steps to come, so that
             no step waits for host memory; None: none is. Forwards in training then read weights
             that lack some updates (see `Deferred`); evaluation, state dicts and every other access
@@ -254,6 +263,13 @@ class OffloadAdamW(AdamW):
         self.clip_norm = clip_norm
         self.grad_norm: float | None = None
         swapped = None if tier is None else Swapped(tier, moments, threads)
+        staying: Staying | None = None
+        if weights == "host":
+            assert model is not None
+            take_over(model)
+            where = next(model.parameters()).device if device is None else torch.device(device)
+            staying = Staying(model, where, device_bytes_max)
+            device_bytes_max = staying.state_bytes_max
         self._residents = Residents(device_bytes_max)
         self._host = HostSide(
             moments,
@@ -274,13 +290,10 @@ class OffloadAdamW(AdamW):
         )
         # What removes the hooks of a parameter, by its id. Its twin holds it.
         self._hooked: dict[int, weakref.finalize[Any, OffloadAdamW]] = {}
-        if weights == "host":
-            assert model is not None
-            where = next(model.parameters()).device if device is None else torch.device(device)
-            take_over(model)
+        if staying is not None:
             background = weakref.ref(self._background)
             self._host.weights = HostWeights(
-                where,
+                staying,
                 lambda: None if (alive := background()) is None else alive.engine,
                 lock=self._background.lock(),
                 reread=_reread_of(self),
@@ -316,11 +329,14 @@ class OffloadAdamW(AdamW):
                 self._host.open(self, self._states, self._names(), between_steps)
             if self._host.weights is not None and model is not None:
                 self._host.weights.watch(model)
-            elif model is not None:
+            if model is not None and (staying is None or len(staying)):
                 self._background.watch(model)
             if activations == "host" and model is not None:
                 watched = Activations(model, next(model.parameters()).device)
                 weakref.finalize(self, watched.end)
+            if staying is not None and len(self._twins):
+                # From then on what modules fetch is pinned.
+                self._background.opened()
         except BaseException:
             if self._host.weights is not None:
                 # Nothing else would find them.
@@ -382,6 +398,8 @@ class OffloadAdamW(AdamW):
         self._host.choose(new, None if self._model is None else self._model())
         self._host.check(new, labels)
         residents = self._residents.choose(new, labels)
+        if self._host.weights is not None:
+            residents = self._host.weights.keep(residents)
         try:
             self._residents.add(residents)
             self._admit_to_host([param for param in new if param not in self._residents])
@@ -805,17 +823,17 @@ class OffloadAdamW(AdamW):
 
         place, norms = self._host.device, None
         if isinstance(self._collector, HostCollector):
-            place, norms = torch.device("cpu"), self._collector.norms(looked.params)
+            place = torch.device("cpu")
+            norms = self._collector.norms(looked.params, looked.grads)
         return gradient_norm(looked.params, looked.grads, place, read=read, norms=norms), is_set
 
     def _norm_and_written(self, looked: Looked) -> tuple[float, list[torch.Tensor]]:
         """The norm of the gradients, and the parameters whose weights the program has written."""
-        if not len(self._twins) or not self._host.has_uploads:
+        contents = self._background.opened().contents if len(self._twins) else None
+        if contents is None:
             return self._norm(looked, None)[0], []
         # Another optimizer may have these weights under way.
-        wait_for(self._twins)
-        contents = self._background.opened().contents
-        assert contents is not None
+        wait_for(self._host.uploaded)
         norm, is_written = self._norm(looked, contents.look())
         return norm, contents.differing() if is_written else []
 
@@ -838,14 +856,16 @@ class OffloadAdamW(AdamW):
         hypers = [hyper.core(grad_scale) for hyper in self._hypers]
         stream = self._residents.begin()
         # State with no update counted is as none.
+        self._put_new_states()
         states = self._keeper.own
-        states.update(self._new_states)
-        self._host.drop_fresh(self._new_states)
-        self._new_states = {}
         if len(self._twins):
             self._steps.submit(looked, hypers, states)
             return
         self._store.submit(hypers, buffers=[], stream=stream, record=None)
+
+    def _put_new_states(self) -> None:
+        self._host.drop_fresh(self._new_states)
+        super()._put_new_states()
 
     def _clip_coefficient(self, norm: float) -> float:
         if self.clip_norm is None:

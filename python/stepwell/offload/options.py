@@ -43,7 +43,7 @@ def check_options(
             device,
             has_model=has_model,
             accumulate=accumulate,
-            beside={"deferred": deferred, "device_bytes_max": device_bytes_max or None},
+            beside={"deferred": deferred},
         )
     elif device is not None:
         raise ValueError(
@@ -67,7 +67,8 @@ def check_options(
         )
     if deferred is not None and tier is not None:
         _check_deferred_on_volume(deferred, tier)
-    _check_device_bytes(device_bytes_max, accumulate=accumulate, tier=tier)
+    is_summed_there = accumulate == "device" or weights == "host"
+    _check_device_bytes(device_bytes_max, is_summed_there=is_summed_there, tier=tier)
 
 
 def _check_host_weights(
@@ -103,13 +104,13 @@ def _check_host_weights(
 
 
 def _check_device_bytes(
-    device_bytes_max: int, *, accumulate: Accumulate, tier: Volume | None
+    device_bytes_max: int, *, is_summed_there: bool, tier: Volume | None
 ) -> None:
     """Raises ValueError where so much state cannot stay on the device."""
     if device_bytes_max == 0:
         return
     what = f"`device_bytes_max` is `{device_bytes_max}` and "
-    if accumulate == "host":
+    if not is_summed_there:
         raise ValueError(
             what + "`accumulate` is `host`, expected device: what is stepped there is summed there"
         )

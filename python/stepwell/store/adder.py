@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from stepwell import _core
 
-__all__ = ["Adder", "Operation", "add", "add_to_zero", "assign"]
+__all__ = ["DEVICE_BYTES_MAX", "Adder", "Operation", "add", "add_to_zero", "assign"]
 
 _SLOTS = 3
 _SLOT_BYTES = 64 << 20
@@ -37,6 +37,9 @@ _SLOT_BYTES = 64 << 20
 _UNDER_WAY_BYTES_MAX = 1 << 30
 # Of these each waits for its neighbours. One for each group under ZeRO, one for all without it.
 _BATCHES_MAX = 3
+
+DEVICE_BYTES_MAX = (_SLOTS + _BATCHES_MAX) * _SLOT_BYTES + _UNDER_WAY_BYTES_MAX
+"""Device memory that is taken for sums and for gradients on their way."""
 
 Operation: TypeAlias = "Callable[[torch.Tensor, torch.Tensor], object]"
 

@@ -75,7 +75,7 @@ class Background:
         """Has forwards of this model wait for the weights that they need."""
         self._gate = Gate(
             model,
-            self._twins,
+            self._host.gated,
             wait_bytes_max=0 if self._deferred is None else LANDING_BYTES_MAX,
         )
 
@@ -94,20 +94,20 @@ class Background:
             if self._deferred is not None and any(map(is_dtensor, self._twins)):
                 gate = None
             if gate is not None:
-                gate.attach(self._twins, engine)
+                gate.attach(self._host.gated, engine)
             self.engine, self.gate = engine, gate
         return self.engine
 
     def _made(self) -> Engine:
         """The engine of all parameters that there are."""
         twins, swapped, deferred = self._twins, self._host.swapped, self._deferred
-        params = list(twins)
+        params, uploaded = list(twins), self._host.uploaded
         engine = Engine(
             self._host.device,
             params,
             Extents.of(params),
             twins=twins,
-            has_uploads=self._host.has_uploads,
+            uploaded=None if len(uploaded) == len(self._twins) else uploaded,
             threads=self._threads,
             threads_share=self._host.hosted_share,
             deferred=deferred,
@@ -115,6 +115,17 @@ class Background:
             label=self._label,
             lock=self._lock,
         )
+        try:
+            self._pin(engine)
+        except BaseException:
+            # What is pinned already could not be pinned once more.
+            engine.close()
+            raise
+        return engine
+
+    def _pin(self, engine: Engine) -> None:
+        twins, swapped = self._twins, self._host.swapped
+        params = list(twins)
         # What waits for a drive waits little longer for a copy. Sums come up and go down again in
         # each backward.
         pinned = [param for param in params if swapped is None or param not in swapped]
@@ -122,7 +133,6 @@ class Background:
         engine.pin(twins.byte_ranges(params if self._host.sums_on_host else pinned, "grad"))
         if self._host.weights is not None:
             engine.pin((buffer, 0, buffer.nbytes) for buffer in self._host.weights.buffers)
-        return engine
 
     @property
     def open_gate(self) -> Gate | None:
@@ -253,9 +263,10 @@ class Background:
         """Once a step was submitted: waits for the weights that no forward waits for."""
         if self._host.weights is not None:
             self._host.weights.end_step()
-            return
         if (gate := self.open_gate) is not None:
             gate.wait_for_uncovered()
+            return
+        if self._host.weights is not None and not self._host.gated:
             return
         if self._gate is None and self.engine is not None and not self._has_told:
             self._has_told = True

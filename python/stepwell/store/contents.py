@@ -5,6 +5,9 @@ that has stepped some of it since (UP-4 in `rust/offload/uploads.rs`). Before a 
 again, behind all uploads. Where they differ a program has written, however it did. A weight that
 has moved and kept its contents was not written, nor is one that got the same bits again.
 
+Where some weights are away, of which nothing was uploaded, the others are looked at from here: the
+core would look at all.
+
 What was never copied to the host has a checksum that no memory has.
 
 Cost: two reads of the weights per step, on the device, and 4 KiB of its memory per segment of 4 Mi
@@ -21,7 +24,7 @@ import torch
 from stepwell import _core
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
 
     from stepwell.store.twins import Twins
 
@@ -29,6 +32,8 @@ __all__ = ["Contents"]
 
 # A sum of words that are multiplied by odd numbers: all of them are never this.
 _UNKNOWN = -1
+# As the core has it (`rust/offload/segment.rs`).
+_SEGMENT_NUMEL = 4 << 20
 
 
 class Contents:
@@ -41,6 +46,7 @@ class Contents:
         twins: their host sides, which keep what is known of them when the engine ends.
         device: where they are.
         stream: gives the current stream, which has waited for all weights.
+        uploaded: those that are on the device between steps; None: all.
 
     Raises:
         OSError: the device has no kernel for checksums.
@@ -55,7 +61,10 @@ class Contents:
         *,
         device: torch.device,
         stream: Callable[[], int],
+        uploaded: Iterable[torch.Tensor] | None = None,
     ) -> None:
+        self._core = core
+        self._uploaded = None if uploaded is None else set(map(id, uploaded))
         self._store, self._stream = store, stream
         first = core.first_segments()
         shape = first[-1], _core.CHECKSUM_SUMS
@@ -80,12 +89,26 @@ class Contents:
         """
         # A signal's handler may look meanwhile: the memory that is written is this call's own.
         found, stream = self._known.clone(), self._stream()
-        if found.numel():
+        if self._uploaded is not None:
+            self._take_checksums(found, self._uploaded)
+        elif found.numel():
             # Of another size, dtype or device than they were.
             for index in self._store.take_checksums(found.data_ptr(), stream=stream):
                 found[self._segments[id(self._params[index])]] = _UNKNOWN - 1
         self._found = found
         return (found != self._known).any()
+
+    def _take_checksums(self, found: torch.Tensor, uploaded: Collection[int]) -> None:
+        """As the store's, of weights that are on the device; those of others are left."""
+        for param in self._store.landing:
+            if id(param) not in uploaded or not param.numel():
+                continue
+            # It was looked at for the step: it is as it was, but may be elsewhere.
+            pieces = torch.split(param.detach().view(-1), _SEGMENT_NUMEL)
+            addresses = [piece.data_ptr() for piece in pieces]
+            sizes = [int(piece.nbytes) for piece in pieces]
+            sums = found[self._segments[id(param)]]
+            self._core.checksums(addresses, sizes, sums.data_ptr(), stream=self._stream())
 
     def differing(self) -> list[torch.Tensor]:
         """The parameters whose weights differed in the last look. The thread waits for it."""

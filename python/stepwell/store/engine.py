@@ -96,7 +96,7 @@ class Engine(Uploads):
         windows: of each parameter those that it waits for; None: the spans are the parameters.
         twins: the host sides of parameters, which programs may write on the device; None: the
             caller has the memory, and what is written there is not looked for.
-        has_uploads: whether new weights go to the device. What is written where none does is not
+        uploaded: those of them whose new weights go to the device; None: all. For others none is
             looked for.
         threads: workers that step; None: as `OffloadEngine` has it.
         threads_share: which share of these step where updates are deferred. A part of a model takes
@@ -118,7 +118,7 @@ class Engine(Uploads):
         *,
         windows: Mapping[torch.Tensor, Sequence[Window]] | None = None,
         twins: Twins | None = None,
-        has_uploads: bool = True,
+        uploaded: Sequence[torch.Tensor] | None = None,
         threads: int | None = None,
         threads_share: float = 1.0,
         deferred: Deferred | None = None,
@@ -164,7 +164,7 @@ class Engine(Uploads):
         self._buffers = [] if twins is None else twins.buffers
         self.contents: Contents | None = None
         """Which weights the program has written; None: that is not looked for."""
-        if twins is not None and has_uploads:
+        if twins is not None and (uploaded is None or uploaded):
             self.contents = Contents(
                 self._core,
                 self.store,
@@ -172,6 +172,7 @@ class Engine(Uploads):
                 twins,
                 device=device,
                 stream=partial(current_stream, device),
+                uploaded=uploaded,
             )
         self._is_settling = self._is_stepping = False
         self.lock = threading.RLock() if lock is None else lock

@@ -274,11 +274,19 @@ class HostCollector:
                 self._twins.grad(param).zero_()
         return [self._twins.grad(param) for param in params]
 
-    def norms(self, params: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The norms of the last `gradients`, as `gradient_norm` has them: float32."""
+    def norms(self, params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The norms of gradients, as `gradient_norm` has them: float32.
+
+        Args:
+            params: those of the last `gradients`, and residents.
+            grads: theirs.
+        """
         zero = torch.zeros((), dtype=torch.float32, device=self._device)
-        found = []
-        for param in params:
+        found: list[torch.Tensor] = []
+        for param, grad in zip(params, grads, strict=True):
+            if param not in self._twins:
+                found += float32_norms([grad], grad.device)
+                continue
             pieces = [] if self._markers[param].is_zeroed else self._norms[param]
             if len(pieces) < 2:
                 found.append(pieces[0].float() if pieces else zero)

@@ -22,9 +22,9 @@ from stepwell._sharding import is_dtensor, local
 from stepwell._tensors import Written, check_param
 from stepwell.access.shard_guard import are_offloaded
 from stepwell.store.deferred import DeferralBytes, Extents, memory_of
-from stepwell.store.host_weights import check_place
 from stepwell.store.residents import Residents
 from stepwell.store.twins import Twins
+from stepwell.store.weight_owners import check_place
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -76,11 +76,6 @@ class HostSide:
         # Where a volume has state, that is given a place when all parameters are known.
         self._is_open = swapped is None
 
-    @property
-    def has_uploads(self) -> bool:
-        """Whether new weights go to the device: not where those in host memory are fetched."""
-        return self.weights is None and not self.twins.are_params
-
     def choose(self, params: Iterable[torch.Tensor], model: torch.nn.Module | None) -> None:
         """Decides whether parameters are their own host sides, by the first ones that come.
 
@@ -90,6 +85,23 @@ class HostSide:
         if not len(self.twins):
             is_plain = self.swapped is None and self.deferred is None
             self.twins.are_params = is_plain and are_offloaded(params, model)
+
+    def is_away(self, param: torch.Tensor) -> bool:
+        """Whether the weight of `param`, which is stepped, is on the device between uses alone."""
+        return self.weights is not None and param not in self.weights.staying
+
+    @property
+    def gated(self) -> list[torch.Tensor]:
+        """The parameters whose weights do not come with modules: forwards wait for a step of them.
+
+        In their order.
+        """
+        return [param for param in self.twins if not self.is_away(param)]
+
+    @property
+    def uploaded(self) -> list[torch.Tensor]:
+        """Those of them whose weights steps upload: not where they are their own host sides."""
+        return [] if self.twins.are_params else self.gated
 
     def awaited(self, params: Iterable[torch.Tensor]) -> AbstractContextManager[None]:
         """A context in which `params`, which are new, are admitted.
@@ -108,12 +120,18 @@ class HostSide:
         for param in params:
             check_place(param, self.weights)
             check_param(param, labels[param], on_device=True)
-        # Refuses tensors that share memory.
+        # Refuses tensors that share memory. What is away has it on the host.
         known = [param for param in (*self.twins, *self._residents) if param in labels]
-        Written((labels[param], local(param)) for param in [*known, *params])
+        places = [
+            self.twins.weight(param) if param in self.twins and self.is_away(param) else param
+            for param in [*known, *params]
+        ]
+        names = [labels[param] for param in [*known, *params]]
+        Written((name, local(place)) for name, place in zip(names, places, strict=True))
         device = self._device_with(params)
         for param in params:
-            if local(param).device != device:
+            # Weights in host memory go to their device when they are admitted.
+            if self.weights is None and local(param).device != device:
                 raise ValueError(
                     f"{labels[param]} is on `{local(param).device}`, others on `{device}`, "
                     "expected one device. hint: an optimizer for each device"

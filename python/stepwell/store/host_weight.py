@@ -118,6 +118,16 @@ class HostWeight:
                     "optimizer and load this one's state_dict()"
                 )
 
+    def check_device(self) -> None:
+        """Raises ValueError if the program has moved the parameter to another device."""
+        with without_waiting():
+            if self.param.device != self.view.device:
+                raise ValueError(
+                    f"a parameter is on `{self.param.device}`, expected `{self.view.device}`, "
+                    "where its modules use it: it lies in host memory in between. hint: no "
+                    "model.to() of another device; model.state_dict() has host memory"
+                )
+
     @property
     def is_in_graph(self) -> bool:
         """Whether a node of autograd's graph is left that was made of its use."""

@@ -12,12 +12,11 @@ the storage leave: autograd, which keeps the parameter or a view of it, finds th
 - What the program has written to a weight that was brought goes to the host before it leaves: its
   contents tell. To one that modules have fetched, its version tells: `.data` has one of its own, so
   that a write by way of it within a forward is lost.
-- One optimizer at a time has a parameter. The next one of the same model takes over, and so does
-  any when that is gone. An optimizer that could not be made leaves weights as plain tensors in host
-  memory.
+- One optimizer at a time has a parameter (`weight_owners`).
+- What stays on the device (`staying`) is none of them, but goes to host memory with them.
 - Forwards are on one thread at a time.
 - What transforms of torch.func use, and backwards with create_graph, stays until the next step.
-- What a module uses of others without calling them comes with it from its second forward on.
+- What a module uses of others without calling them comes with it once a forward of it has ended.
 - While a step runs the host side has the class of what a step writes: a fetch, and whoever reads a
   state dict, waits for its own part of the step.
 - State dicts have the host side itself. While one is made, one module's weights come at a time.
@@ -29,7 +28,6 @@ what comes ahead of its use. Per pass each weight crosses the bus once, in a bac
 from __future__ import annotations
 
 import weakref
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,11 +35,13 @@ from torch.nn import Parameter
 from torch.utils._pytree import tree_map
 
 from stepwell import _core
-from stepwell._tensors import COUNT_ALONE, references, tensor_on
+from stepwell._tensors import COUNT_ALONE, references
 from stepwell.access.compiled_calls import CompiledCall, is_compiled, is_compiled_in_place
-from stepwell.access.writes import Writes, end, forget_when_gone, is_under_way
+from stepwell.access.writes import Writes, end, forget_when_gone
 from stepwell.store.host_weight import Graph, HostWeight
-from stepwell.weights.calls import Calls, Hook, num_calls
+from stepwell.store.twins import laid_out
+from stepwell.store.weight_owners import check_place, disown, own
+from stepwell.weights.calls import CallHook, Calls
 from stepwell.weights.fetcher import Fetcher
 from stepwell.weights.lane import Lane
 
@@ -50,48 +50,12 @@ if TYPE_CHECKING:
 
     from stepwell.access.writes import Protection
     from stepwell.store.engine import Engine
+    from stepwell.store.staying import Staying
 
-__all__ = ["BORROWED_BYTES_MAX", "HostWeights", "check_place", "take_over"]
+__all__ = ["BORROWED_BYTES_MAX", "HostWeights"]
 
 BORROWED_BYTES_MAX = 1 << 30
 """Of weights that a program uses outside of modules, and of which it holds no memory."""
-
-# Of weights that are fetched ahead of their use: some milliseconds of a bus. With twice as many a
-# forward and backward of 8 B parameters took 2 % less.
-_AHEAD_NUMEL = 192 << 20
-# Where each weight of frozen parameters begins.
-_ALIGN_BYTES = 64
-
-# What has the weights of parameters, by their ids, which it holds.
-_OWNERS: weakref.WeakValueDictionary[int, HostWeights] = weakref.WeakValueDictionary()
-
-
-def check_place(param: torch.Tensor, owner: HostWeights | None) -> None:
-    """Raises ValueError if the weight of `param` cannot be where `owner` has it.
-
-    `owner`: None: it stays where it is.
-    """
-    if _OWNERS.get(id(param), owner) is not owner:
-        raise ValueError(
-            f"the weight of a parameter of `{tuple(param.shape)}` is in host memory for another "
-            "optimizer, expected none. hint: the same model with weights='host' again; or let go "
-            "of that optimizer (del optimizer), of a parameter that models share"
-        )
-    if owner is not None and not (type(param) is Parameter or is_under_way(param)):
-        raise ValueError(
-            f"a parameter is a `{type(param).__name__}` and `weights` is `host`, expected "
-            "torch.nn.Parameter. hint: weights='device'; FSDP2's CPUOffloadPolicy for its shards"
-        )
-
-
-def take_over(model: torch.nn.Module) -> None:
-    """Has the weights of a model that has had an optimizer be plain tensors in host memory.
-
-    Those of another model whose optimizer is there stay.
-    """
-    for owner in {_OWNERS.get(id(param)) for param in model.parameters()}:
-        if owner is not None and (owner.is_abandoned or owner.is_of(model)):
-            owner.let_go()
 
 
 class _Away:
@@ -130,7 +94,7 @@ class HostWeights:
     """The weights of a model whose host side is their place.
 
     Args:
-        device: where modules use them.
+        staying: those of the model that stay on the device, which are none of them.
         engine: gives what steps them; None: nothing does.
         lock: what a thread has that submits a step.
         reread: called with parameters that the program has written, to copy them to the host;
@@ -140,14 +104,14 @@ class HostWeights:
 
     def __init__(
         self,
-        device: torch.device,
+        staying: Staying,
         engine: Callable[[], Engine | None],
         *,
         lock: Any,
         reread: Callable[[Sequence[torch.Tensor]], Iterable[torch.Tensor]],
         owner: object,
     ) -> None:
-        self.device = device
+        self.device, self.staying = staying.device, staying
         self._engine = engine
         self._owner = weakref.ref(owner)
         self._lock, self._reread = lock, reread
@@ -163,53 +127,92 @@ class HostWeights:
         self._is_begun = False
         self.buffers: list[_core.Buffer] = []
         """The memory of weights that are not stepped."""
-        self._stack: list[torch.nn.Module] = []
         # Modules whose calls are compiled code.
         self._compiled: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._handles: list[torch.utils.hooks.RemovableHandle | CompiledCall] = []
-        # Sizes are known when the model is.
-        self._fetcher: Fetcher
-        self._make_fetcher(0)
-        self._away = _Away(self)
-        self._writes: Writes[torch.Tensor] = Writes(self._wait, _nothing)
-
-    def _make_fetcher(self, block_numel: int) -> None:
         self._fetcher = Fetcher(
             Lane(self.device),
             there=True,
             absent=False,
-            prefetch_numel_max=_AHEAD_NUMEL,
+            prefetch_numel_max=staying.ahead_numel_max,
             # A block that computes its activations again uses its weights twice.
-            reuse_numel_max=2 * block_numel,
-            live_numel_max=2 * (block_numel + _AHEAD_NUMEL),
+            reuse_numel_max=2 * staying.block_numel,
+            live_numel_max=staying.live_numel_max,
+            # Where no step comes between, what a backward has used last is used first.
+            repeats=True,
             lock=self._lock,
         )
         self._fetcher.has_step_ended = self._has_step_ended
+        self._calls = Calls(
+            self._fetcher,
+            self._weights_of,
+            stack=[],
+            map_tensors=_map_tensors,
+            on_output=self._keep_returned,
+            on_uses=self._note_uses,
+            sees_passes=True,
+        )
+        self._away = _Away(self)
+        self._writes: Writes[torch.Tensor] = Writes(self._wait, _nothing)
 
     # ---- the model ----
 
     def place(self, param: torch.Tensor, source: torch.Tensor) -> None:
-        """From now on the weight of `param` is `source`, in host memory, which has its elements."""
+        """From now on the weight of `param` is `source`, in host memory, which has its elements.
+
+        One that stays on the device has it beside that.
+        """
         assert isinstance(param, Parameter)
         weight = self._weights.get(id(param))
-        if weight is None:
-            if param.device != self.device:
-                param.data = torch.empty(param.shape, dtype=param.dtype, device=self.device)
-            elif references(param)[1] > COUNT_ALONE or not param.is_contiguous():
-                # What others hold of its memory stays theirs.
-                param.data = torch.empty_like(param, memory_format=torch.contiguous_format)
-            weight = HostWeight(param, source, len(self._weights), self._away)
-            self._weights[id(param)] = weight
-            _OWNERS[id(param)] = self
-            forget_when_gone(param)
-            if weight.numel:
-                weight.drop()
-            return
-        weight.source = source
-        if not weight.is_held:
-            weight.users.clear()
-            self._fetcher.give_back([weight], self)
-            self._borrowed.pop(weight, None)
+        if weight is not None:
+            weight.source = source
+            if not weight.is_held:
+                weight.users.clear()
+                self._fetcher.give_back([weight], self)
+                self._borrowed.pop(weight, None)
+        elif self.staying.keep(param, source):
+            own(param, self)
+        else:
+            while True:
+                try:
+                    self._take_memory_of(param)
+                    break
+                except torch.OutOfMemoryError:
+                    if (kept := self.staying.give_way()) is None:
+                        raise
+                    assert kept.source is not None
+                    self._send_away(kept.param, kept.source)
+            self._send_away(param, source)
+
+    def keep(self, params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Moves parameters to the device that stay there, and have no host side; returns these."""
+        kept: list[torch.Tensor] = []
+        for param in params:
+            if isinstance(param, Parameter) and self.staying.keep(param):
+                own(param, self)
+                kept.append(param)
+        return kept
+
+    def _take_memory_of(self, param: Parameter) -> None:
+        """Gives a parameter memory on the device that is its own."""
+        if param.device != self.device:
+            param.data = torch.empty(param.shape, dtype=param.dtype, device=self.device)
+        elif (
+            # What others hold of its memory stays theirs.
+            references(param)[1] > COUNT_ALONE
+            or not param.untyped_storage().resizable()
+            or not param.is_contiguous()
+        ):
+            param.data = torch.empty_like(param, memory_format=torch.contiguous_format)
+
+    def _send_away(self, param: Parameter, source: torch.Tensor) -> None:
+        """The memory that a parameter has on the device is there only between uses from now on."""
+        weight = HostWeight(param, source, len(self._weights), self._away)
+        self._weights[id(param)] = weight
+        own(param, self)
+        forget_when_gone(param)
+        if weight.numel:
+            weight.drop()
 
     def watch(self, model: torch.nn.Module) -> None:
         """Has the weights of a model come to its modules; and its buffers be on the device.
@@ -221,20 +224,15 @@ class HostWeights:
             OSError: there is no memory for them.
         """
         self._model = weakref.ref(model)
-        self._place_frozen([p for p in model.parameters() if id(p) not in self._weights])
+        new = [p for p in model.parameters() if not (id(p) in self._weights or p in self.staying)]
+        for param in new:
+            check_place(param, self)
+        kept = set(self.keep(new))
+        self._place_frozen([param for param in new if param not in kept])
         for module in model.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     module._buffers[name] = buffer.to(self.device)
-        self._make_fetcher(_block_numel(model))
-        calls = Calls(
-            self._fetcher,
-            self._weights_of,
-            stack=self._stack,
-            map_tensors=_map_tensors,
-            on_output=self._keep_returned,
-            sees_passes=True,
-        )
         for module in model.modules():
             if is_compiled(module):
                 self._compiled.add(module)
@@ -242,14 +240,14 @@ class HostWeights:
         for module in model.modules():
             is_in_place = is_compiled_in_place(module)
             if is_in_place:
-                self._handles.append(calls.watch_compiled(module, str(id(self))))
+                self._handles.append(self._calls.watch_compiled(module, str(id(self))))
             is_within = is_in_place or (module in within and module not in self._compiled)
-            self._handles += calls.watch(module, is_within_compiled=is_within)
+            self._handles += self._calls.watch(module, is_within_compiled=is_within)
             if module._parameters:
                 self._handles += [
                     # torch has no types for these.
-                    module.register_state_dict_pre_hook(Hook(self._begin_state)),  # type: ignore[no-untyped-call]
-                    module._register_state_dict_hook(Hook(self._end_state)),  # type: ignore[no-untyped-call]
+                    module.register_state_dict_pre_hook(CallHook(self._begin_state)),  # type: ignore[no-untyped-call]
+                    module._register_state_dict_hook(CallHook(self._end_state)),  # type: ignore[no-untyped-call]
                 ]
 
     @property
@@ -271,7 +269,10 @@ class HostWeights:
             for key, weight in list(self._weights.items()):
                 end(weight.param)
                 weight.param.data = weight.source.data
-                del self._weights[key], _OWNERS[key]
+                del self._weights[key]
+                disown(weight.param)
+            for param in self.staying.let_go():
+                disown(param)
             self._borrowed.clear()
             self._has_let_go = True
 
@@ -280,19 +281,12 @@ class HostWeights:
         self._fetcher.finish_copies()
 
     def _place_frozen(self, params: Sequence[Parameter]) -> None:
-        for param in params:
-            check_place(param, self)
-        sizes = [-(-param.nbytes // _ALIGN_BYTES) * _ALIGN_BYTES for param in params]
-        if not sum(sizes):
-            return
-        buffer, begin = _core.Buffer(sum(sizes)), 0
-        self.buffers.append(buffer)
-        for param, size in zip(params, sizes, strict=True):
-            memory = tensor_on(buffer, begin, param.nbytes)
-            place = memory.view(param.dtype).view(param.shape)
-            begin += size
-            place.copy_(param.detach())
-            self.place(param, place)
+        if any(param.numel() for param in params):
+            buffer, places, _ = laid_out(params)
+            self.buffers.append(buffer)
+            for param, place in zip(params, places, strict=True):
+                place.copy_(param.detach())
+                self.place(param, place)
 
     def _weights_of(self, module: torch.nn.Module) -> Sequence[HostWeight]:
         params: Any = module._parameters.values()
@@ -307,7 +301,14 @@ class HostWeights:
         found = [weight for weight in own if weight is not None and weight.numel]
         if within := self._used_within.get(id(module)):
             found += within
+        # Others are where they were put.
+        for weight in filter(self._borrowed.__contains__, found) if self._borrowed else ():
+            weight.check_device()
         return found if len(found) < 2 else list(dict.fromkeys(found))
+
+    def _note_uses(self, module: torch.nn.Module, weights: Iterable[Any]) -> None:
+        """From its next forward on they come with a module that has used them."""
+        self._used_within.setdefault(id(module), {}).update(dict.fromkeys(weights))
 
     def _keep_returned(self, module: torch.nn.Module, output: Any) -> None:
         """What a module returns of the memory of its weights is used outside of it."""
@@ -357,10 +358,7 @@ class HostWeights:
             for weight in weights:
                 # Of one that is there Ctrl-C may have left the class.
                 end(weight.param)
-            # Ctrl-C leaves modules there whose forwards it has ended.
-            if self._stack and num_calls(self._stack[-1]):
-                within = self._used_within.setdefault(id(self._stack[-1]), {})
-                within.update(dict.fromkeys(weights))
+            self._calls.note_uses(weights)
             left = sum(weight.view.nbytes for weight in self._borrowed) - BORROWED_BYTES_MAX
             leaving = []
             for weight in self._borrowed:
@@ -423,10 +421,13 @@ class HostWeights:
                 "step() of an optimizer whose model has another one with weights='host' since, "
                 "expected one. hint: one optimizer with several groups"
             )
+        # Forwards that have begun have ended, also those that Ctrl-C has.
+        self._calls.forget()
         self._writes.use(None)
         self._is_begun = False
         for weight in self._weights.values():
             if weight.is_replaced:
+                weight.check_device()
                 end(weight.param)
                 weight.state = True
                 weight.users.add(self)
@@ -459,15 +460,6 @@ class HostWeights:
     def _has_step_ended(self) -> bool:
         engine = self._engine()
         return engine is None or not engine.busy
-
-
-def _block_numel(model: torch.nn.Module) -> int:
-    """Elements of the largest module that is one of a list, or has parameters of its own."""
-    lists = torch.nn.ModuleList, torch.nn.Sequential
-    blocks = chain.from_iterable(m.children() for m in model.modules() if isinstance(m, lists))
-    in_block = (sum(param.numel() for param in block.parameters()) for block in blocks)
-    own = (sum(p.numel() for p in m.parameters(recurse=False)) for m in model.modules())
-    return max(chain(in_block, own), default=0)
 
 
 def _is_transforming() -> bool:

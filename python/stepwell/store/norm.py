@@ -154,23 +154,23 @@ def float32_norms(pieces: Sequence[torch.Tensor], device: torch.device) -> torch
 def _norms(
     pieces: Sequence[torch.Tensor], device: torch.device, dtype: torch.dtype
 ) -> torch.Tensor:
-    """The 2-norm of each of `pieces`, a vector of `dtype` on `device`, where they are.
+    """The 2-norm of each of `pieces`, a vector of `dtype` on `device`.
 
     float32 overflows where the squares of a piece do; float64 does not for any finite piece.
     """
-    if device.type == "cpu" and all(map(is_run, pieces)):
+    if device.type == "cpu" and all(piece.is_cpu and is_run(piece) for piece in pieces):
         # torch's norm of bfloat16 takes 20 times as long.
         squares = [_core.grad_stats([view(piece)]).sq_norm for piece in pieces]
         return torch.tensor(squares, dtype=torch.float64, device=device).abs().sqrt().to(dtype)
-    by_dtype: dict[torch.dtype, list[int]] = defaultdict(list)
+    by_kind: dict[Any, list[int]] = defaultdict(list)
     for index, piece in enumerate(pieces):
-        by_dtype[piece.dtype].append(index)
+        by_kind[piece.dtype, piece.device].append(index)
     norms = torch.zeros(len(pieces), dtype=dtype, device=device)
-    for indices in by_dtype.values():
+    for indices in by_kind.values():
         found = torch._foreach_norm([pieces[index] for index in indices], 2.0, dtype=dtype)
         if len(indices) == len(pieces):
-            return torch.stack(found)
-        norms[indices] = torch.stack(found)
+            return torch.stack(found).to(device)
+        norms[indices] = torch.stack(found).to(device)
     return norms
 
 

@@ -230,18 +230,17 @@ class Spans:
         label: Callable[[], str],
         is_kept: bool,
     ) -> None:
-        twin, has_uploads = self._host.twins[param], self._host.has_uploads
+        twin, is_away = self._host.twins[param], self._host.is_away(param)
         is_own = self._host.twins.are_params
-        is_plain = type(param) in PLAIN or not (has_uploads or is_own)
         bind(
             self.store,
             at,
             weight=twin.weight,
             grad=piece_of(grad),
             grad_view=None if is_own else twin.grad_view,
-            piece=None if is_plain else piece_of(param),
+            piece=None if is_away or type(param) in PLAIN else piece_of(param),
             # Behind the step each forward fetches its own.
-            target=None if has_uploads else 0,
+            target=0 if is_away or is_own else None,
             state=state,
             moments=self._moments,
             rounding=rounding,

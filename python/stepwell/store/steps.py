@@ -146,7 +146,8 @@ class Steps:
         # Weights of deferred updates land with this step, also those of parameters without
         # update.
         landing = engine.store.landing
-        shared = [] if gate is None else self._background.exposed(landing, read)
+        gated = [param for param in landing if not self._host.is_away(param)]
+        shared = [] if gate is None else self._background.exposed(gated, read)
         at_once, num_settled = None, engine.store.num_settled
         kind = self._kind.now(is_settled=engine.is_settled)
         others = landing[len(params) :]
@@ -161,9 +162,9 @@ class Steps:
         verified = [p for p in params if twins.are_params or twins[p].is_unverified]
         stream = current_stream(self._host.device)
         coming = Submitted(stream, looked.swapping, params, verified)
-        protections = [] if gate is None else [gate.opening(landing, shared, read)]
+        protections = [] if gate is None else [gate.opening(gated, shared, read)]
         if self._host.weights is not None:
-            stepped = ((param, twins[param].weight) for param in params)
+            stepped = ((p, twins[p].weight) for p in params if self._host.is_away(p))
             protections.append(self._host.weights.protection(stepped))
         selected = []
         if engine.selector is not None:

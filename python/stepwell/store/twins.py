@@ -17,6 +17,7 @@ buffer, gradients are read where they are, and every step verifies the fingerpri
 
 from __future__ import annotations
 
+import itertools
 import mmap
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 
-__all__ = ["Twin", "Twins"]
+__all__ = ["Twin", "Twins", "laid_out"]
 
 # Of every tensor in a buffer: what the widest vectors and the device's copies like.
 _ALIGN_BYTES = 64
@@ -82,6 +83,34 @@ class Twin:
         """A step writes the weight, and takes fingerprints only where it verifies them."""
         if not self.is_unverified:
             self.is_outdated, self.stepped = True, stepped
+
+
+def laid_out(
+    pieces: Sequence[torch.Tensor], align_bytes: int = _ALIGN_BYTES
+) -> tuple[_core.Buffer, list[torch.Tensor], list[tuple[int, int]]]:
+    """Memory for plain tensors.
+
+    Args:
+        pieces: the tensors, which are not copied.
+        align_bytes: where each may begin.
+
+    Returns:
+        a buffer; for each tensor one of its dtype and shape there, with a storage of its own: state
+        dicts may have it, and what saves them looks for shared storages; and its bytes, with what
+        is left behind it.
+
+    Raises:
+        OSError: there is no memory for them.
+    """
+    sizes = [-(-piece.nbytes // align_bytes) * align_bytes for piece in pieces]
+    ends = list(itertools.accumulate(sizes))
+    ranges = [(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+    buffer = _core.Buffer(sum(sizes))
+    places = [
+        tensor_on(buffer, begin, piece.nbytes).view(piece.dtype).view(piece.shape)
+        for piece, (begin, _) in zip(pieces, ranges, strict=True)
+    ]
+    return buffer, places, ranges
 
 
 class Twins:
@@ -162,28 +191,21 @@ class Twins:
             for param in params:
                 self._add_own(param)
             return
-        nbytes = self.nbytes(params) // self._num_buffers
-        buffers = tuple(_core.Buffer(nbytes) for _ in range(self._num_buffers))
-        if len(buffers) == 1:
+        pieces = [local(param) for param in params]
+        buffer, weights, ranges = laid_out(pieces, self._align_bytes)
+        buffers: tuple[_core.Buffer, ...] = (buffer,)
+        if self._num_buffers == 1:
             # Of the largest; pages that are not touched are not there.
-            largest = max((local(param).nbytes for param in params), default=0)
+            largest = max((piece.nbytes for piece in pieces), default=0)
             grads = torch.empty(largest, dtype=torch.uint8, device="cpu")
         else:
             # One memory: sums that lie side by side go together (`adder`).
+            buffers = buffer, _core.Buffer(buffer.nbytes)
             grads = tensor_on(buffers[1])
-        begin = 0
-        for param in params:
-            piece = local(param)
+        for param, piece, weight, byte_range in zip(params, pieces, weights, ranges, strict=True):
             self.device = piece.device
-            grad_begin = begin if len(buffers) > 1 else 0
-            places = [
-                # State dicts may have the weight: what saves them looks for shared storages.
-                tensor_on(buffers[0], begin, piece.nbytes),
-                grads[grad_begin : grad_begin + piece.nbytes],
-            ]
-            weight, grad = (place.view(piece.dtype).view(piece.shape) for place in places)
-            byte_range = begin, begin + self._aligned(piece.nbytes)
-            begin = byte_range[1]
+            begin = byte_range[0] if len(buffers) > 1 else 0
+            grad = grads[begin : begin + piece.nbytes].view(piece.dtype).view(piece.shape)
             self._twins[id(param)] = Twin(
                 param=param,
                 weight=like(param, weight),
@@ -195,6 +217,7 @@ class Twins:
                 buffers=buffers,
                 byte_range=byte_range,
             )
+        del pieces
         for param in params:
             weight = self._twins[id(param)].weight
             local(weight).copy_(local(param))

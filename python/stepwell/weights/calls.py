@@ -20,35 +20,23 @@ A module without parameters costs 1 microsecond in its forward and nothing in it
 
 from __future__ import annotations
 
-import contextlib
-import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from stepwell.access.compiled_calls import CompiledCall
+from stepwell.access.hooks import Hook
 from stepwell.weights.fetcher import backward_id
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from torch.utils.hooks import RemovableHandle
 
     from stepwell.weights.fetcher import Fetcher
     from stepwell.weights.weight import Weight
 
-__all__ = ["Calls", "Hook", "num_calls"]
-
-_CALL = torch.nn.Module._wrapped_call_impl.__code__
-
-
-def num_calls(module: torch.nn.Module) -> int:
-    """How many calls of a module are under way on this thread. Cost: a walk over its frames."""
-    frame, found = sys._getframe(), 0
-    while (caller := frame.f_back) is not None:
-        frame = caller
-        found += frame.f_code is _CALL and frame.f_locals["self"] is module
-    return found
+__all__ = ["CallHook", "Calls"]
 
 
 class _Entered(NamedTuple):
@@ -60,6 +48,8 @@ class _Entered(NamedTuple):
     weights: Sequence[Weight]
     backward: _Backward | None
     """None: there is none."""
+    uses: dict[Weight, None]
+    """What it was seen to use of others without calling them."""
 
 
 class Calls:
@@ -72,6 +62,7 @@ class Calls:
         map_tensors: calls a function with each tensor in a value of any type, and gives that value
             with what the function returns.
         on_output: called with a module and what it returns, before its weights leave.
+        on_uses: called with a module and what `note_uses` was told within it, when it ends.
         sees_passes: whether passes begin, and backwards end, as they are seen here; else who makes
             it calls `watch_passes`, and tells the fetcher of the end of a backward.
     """
@@ -84,13 +75,14 @@ class Calls:
         stack: list[torch.nn.Module],
         map_tensors: Callable[[Callable[[torch.Tensor], torch.Tensor], Any], Any],
         on_output: Callable[[torch.nn.Module, Any], None],
+        on_uses: Callable[[torch.nn.Module, Iterable[Weight]], None] | None = None,
         sees_passes: bool = False,
     ) -> None:
         self.fetcher = fetcher
         self.weights_of = weights_of
         self.map_tensors = map_tensors
         self._stack = stack
-        self._on_output = on_output
+        self._on_output, self._on_uses = on_output, on_uses
         self.sees_passes = sees_passes
         # The module that this pass began with, and whether with gradients; and whether a backward
         # has run since.
@@ -103,7 +95,7 @@ class Calls:
 
     def watch_passes(self, model: torch.nn.Module) -> RemovableHandle:
         """Has each forward of a whole model begin a pass. Comes before `watch`."""
-        return model.register_forward_pre_hook(Hook(self._begin_pass))
+        return model.register_forward_pre_hook(CallHook(self._begin_pass))
 
     def watch(
         self, module: torch.nn.Module, *, is_within_compiled: bool = False
@@ -115,7 +107,9 @@ class Calls:
             is_within_compiled: whether its calls are compiled code, or a part of some, around which
                 all weights beneath come.
         """
-        begin, end = (Hook(h, is_traced=not is_within_compiled) for h in (self._begin, self._end))
+        begin, end = (
+            CallHook(h, is_traced=not is_within_compiled) for h in (self._begin, self._end)
+        )
         # With hooks that are always called compiled code stops at each module.
         is_always_called = self.sees_passes and not is_within_compiled
         return [
@@ -125,7 +119,7 @@ class Calls:
 
     def watch_compiled(self, module: torch.nn.Module, key: str) -> CompiledCall:
         """Has the weights of a module that was compiled in place come around the compiled code."""
-        return CompiledCall(module, key, Hook(self._begin), Hook(self._end))
+        return CompiledCall(module, key, CallHook(self._begin), CallHook(self._end))
 
     def _begin_pass(self, *_: Any) -> None:
         """Activation checkpoints of the whole model have forwards in the backward."""
@@ -152,12 +146,11 @@ class Calls:
             self._entered.clear()
 
     def _begin(self, module: torch.nn.Module, args: Any) -> Any:
-        is_outermost = bool(self._entered) and self._entered[0].module is module
-        # Ctrl-C calls no hook of a forward that it ends. Or the module calls itself.
-        if self.sees_passes and is_outermost and num_calls(module) < 2:
-            self.forget()
         depth = len(self._stack)
-        if depth == 0 and self.sees_passes and backward_id() is None:
+        # Ctrl-C calls no hook of a forward that it ends, which is here until the next step. Or the
+        # module calls itself.
+        is_outermost = depth == 0 or (bool(self._entered) and self._entered[0].module is module)
+        if is_outermost and self.sees_passes and backward_id() is None:
             self._see_pass(module)
         weights, backward = self.weights_of(module), None
         if weights:
@@ -167,7 +160,7 @@ class Calls:
             # The token of each call of it: the next one ends one that has raised, too.
             self.fetcher.enter(module, weights, id(module))
         # In this order, wherever Ctrl-C comes: what ends it takes both away.
-        self._entered.append(_Entered(module, depth, weights, backward))
+        self._entered.append(_Entered(module, depth, weights, backward, {}))
         self._stack.append(module)
         return args
 
@@ -176,6 +169,8 @@ class Calls:
         if entered is None:
             # Its hooks were registered while it ran.
             return
+        if entered.uses and self._on_uses is not None:
+            self._on_uses(module, entered.uses)
         self._on_output(module, output)
         if (backward := entered.backward) is not None:
             if type(output) is torch.Tensor:
@@ -188,6 +183,14 @@ class Calls:
             backward.begin_at_attributes()
         if entered.weights:
             self.fetcher.leave(entered.weights, id(module))
+
+    def note_uses(self, weights: Iterable[Weight]) -> None:
+        """The innermost forward that has begun uses weights of others. It counts when that ends.
+
+        So what comes behind a forward that Ctrl-C has ended is no use of its module.
+        """
+        if self._entered:
+            self._entered[-1].uses.update(dict.fromkeys(weights))
 
     def note_backward(self) -> None:
         """A backward runs on this thread: its end is to be seen."""
@@ -286,10 +289,8 @@ class _Backward:
             self._calls.fetcher.leave_backward(self)
 
 
-class Hook:
+class CallHook(Hook):
     """A hook of a module, into which a compiler of the model does not look.
-
-    A copy of its module, or a pickle, has what does nothing in its place.
 
     Args:
         hook: what is called.
@@ -304,9 +305,6 @@ class Hook:
         if torch.compiler.is_compiling():
             return _uncompiled(self._hook, *args) if self._is_traced else None
         return self._hook(*args)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (contextlib.nullcontext(), "__exit__")
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -26,6 +26,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -79,6 +80,7 @@ class Fetcher:
         absent: that of one that is not, and may be brought.
         prefetch_numel_max: elements that are copied ahead of their use.
         reuse_numel_max: a weight stays that is used again before so many elements.
+        repeats: as `Order` has it, and passes end with their backward.
         live_numel_max: elements on the device from which on nothing is copied ahead.
         lock: what a thread has that changes anything here; None: one of its own.
     """
@@ -92,6 +94,7 @@ class Fetcher:
         prefetch_numel_max: int,
         reuse_numel_max: int,
         live_numel_max: int,
+        repeats: bool = False,
         lock: AbstractContextManager[object] | None = None,
     ) -> None:
         self._lane = lane
@@ -107,8 +110,9 @@ class Fetcher:
         self.is_behind_step = False
         """Whether a step was taken, and no backward has begun since: the same on all ranks."""
         self.gather_order = GatherOrder()
-        self._reuse_numel_max = reuse_numel_max
-        self._order = Order(reuse_numel_max)
+        self._repeats = repeats
+        self._new_order = partial(Order, reuse_numel_max, repeats=repeats)
+        self._order = self._new_order()
         # On the device for modules; and when they arrive, where that was not waited for on the
         # stream that uses them.
         self._live: set[Weight] = set()
@@ -139,7 +143,7 @@ class Fetcher:
         """What is used when is learnt anew: ranks have parted, and each knows another order."""
         with self._lock:
             self._drop_ahead()
-            self._order = Order(self._reuse_numel_max)
+            self._order = self._new_order()
 
     def free_all(self, weights: Sequence[Weight]) -> None:
         """Frees weights, whatever uses them.
@@ -163,17 +167,18 @@ class Fetcher:
     def end_backward(self, ended: int | None = None) -> None:
         """A backward has ended: frees what is left of modules whose inputs got no gradient.
 
-        And of forwards within it that did not end.
+        And of forwards within it that did not end. What the next pass begins with may stay.
 
         Args:
             ended: which one, as `backward_id` has it; None: all have.
         """
         with self._lock:
+            soon = self._order.used_soon() if self._repeats else ()
             for uses in (self._in_backward, self._repeated):
                 for token, (backward, weights) in list(uses.items()):
                     if ended is None or backward in (ended, None):
                         del uses[token]
-                        self._free(_unused(weights, token))
+                        self._free(w for w in _unused(weights, token) if w not in soon)
 
     # ---- uses ----
 

@@ -36,10 +36,11 @@ class Order:
 
     Args:
         reuse_numel_max: how many elements of later uses count as soon.
+        repeats: whether the pass behind this one counts as well, which is expected to be alike.
     """
 
-    def __init__(self, reuse_numel_max: int) -> None:
-        self._reuse_numel_max = reuse_numel_max
+    def __init__(self, reuse_numel_max: int, *, repeats: bool = False) -> None:
+        self._reuse_numel_max, self._repeats = reuse_numel_max, repeats
         self._known: dict[bool, list[Use]] = {}
         self._soon: dict[bool, dict[int, frozenset[Weight]]] = {}
         self._mode = True
@@ -98,10 +99,11 @@ class Order:
     def _used_from(self, position: int) -> frozenset[Weight]:
         numel = 0
         found: set[Weight] = set()
-        for index in range(position, len(self._expected)):
+        expected = self._expected
+        for index in range(position, (2 if self._repeats else 1) * len(expected)):
             if numel >= self._reuse_numel_max and index >= self._next_ahead:
                 break
-            weights = self._expected[index].weights
+            weights = expected[index % len(expected)].weights
             numel += sum(weight.numel for weight in weights)
             found.update(weights)
         return frozenset(found)

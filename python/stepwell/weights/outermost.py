@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from stepwell.access.compiled_calls import CompiledCall, is_compiled, is_compiled_in_place
-from stepwell.weights.calls import Hook, num_calls
+from stepwell.weights.calls import CallHook
 from stepwell.weights.fetcher import backward_id
 
 if TYPE_CHECKING:
@@ -37,14 +37,13 @@ class OutermostCalls:
         context: Callable[[], AbstractContextManager[object] | None],
     ) -> None:
         self._context = context
-        # The module that runs within no other, and how often it does within itself.
+        # The module that runs within no other.
         self._module: torch.nn.Module | None = None
-        self._depth = 0
         self._entered = contextlib.ExitStack()
         self._handles = [handle for module in _entrances(model) for handle in self._watch(module)]
 
     def _watch(self, module: torch.nn.Module) -> Iterator[Any]:
-        begin, end = (Hook(each, is_traced=False) for each in (self._begin, self._end))
+        begin, end = (CallHook(each, is_traced=False) for each in (self._begin, self._end))
         if is_compiled_in_place(module):
             yield CompiledCall(module, "outermost", begin, end)
         else:
@@ -58,10 +57,8 @@ class OutermostCalls:
 
     def _begin(self, module: torch.nn.Module, _: Any) -> None:
         if module is self._module:
-            if num_calls(module) > 1:
-                self._depth += 1
-                return
-            # Ctrl-C calls no hook of a forward that it ends.
+            # Ctrl-C calls no hook of a forward that it ends. Or the module calls itself: what it
+            # does behind that has no context.
             self._leave()
         if self._module is None and backward_id() is None:
             context = self._context()
@@ -71,13 +68,10 @@ class OutermostCalls:
 
     def _end(self, module: torch.nn.Module, *_: Any) -> None:
         if module is self._module:
-            if self._depth == 0:
-                self._leave()
-            else:
-                self._depth -= 1
+            self._leave()
 
     def _leave(self) -> None:
-        self._module, self._depth = None, 0
+        self._module = None
         self._entered.close()
 
 
