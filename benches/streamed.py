@@ -14,6 +14,7 @@ each phase but in whole steps:
 - `step`: whole exact steps, clipped to 1. `host_step`: of it, from the first chunk to the last.
 - `of_forward_backward`: the streamed ones against those on the device; `of_bus_bound`: against
   max(forward, bus) + max(backward, bus). `of_bound`: a step against that and bytes / R.
+- `tokens_per_second`, and `tflops` at 6 operations per parameter and token, of whole steps.
 - `device_gib`, `nvml_gib`: peak of the allocator in steps; what the process has of the device.
   `host_bytes_per_param`: growth of the process since before the optimizer.
 """
@@ -131,6 +132,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, action="append")
     parser.add_argument("--moments", default="fp32", choices=("fp32", "q8"))
     parser.add_argument("--activations", default="device", choices=("device", "host"))
+    parser.add_argument("--device-bytes-max", help="as OffloadAdamW has it, such as 20GB")
     parser.add_argument("--steps", type=int, default=6)
     args = parser.parse_args()
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
@@ -163,19 +165,20 @@ def main() -> None:
         lr=1e-4,
         weights="host",
         activations=args.activations,
+        device_bytes_max=args.device_bytes_max,
         clip_norm=1.0,
         moments=args.moments,
         accumulation_steps=1,
     )
     gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
     memory = MemoryRate()
     case = "stepwell" if args.moments == "fp32" else "stepwell q8"
     host_step_bytes = (host_bytes_per_param(case) or 0.0) * numel
     for tokens, workload in workloads.items():
         row = found[tokens]
         batches = workload.batches(device)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
         forward, backward = passes(model, batches, args.steps, optimizer.zero_grad)
         alone = row["forward"] + row["backward"]  # type: ignore[operator]
         on_bus = max(row["forward"], bus) + max(row["backward"], bus)  # type: ignore[call-overload]
@@ -194,11 +197,14 @@ def main() -> None:
             "of_forward_backward": (forward + backward) / alone,
             "of_bus_bound": (forward + backward) / on_bus,
             "of_bound": row["step"] / limit,
+            "tokens_per_second": tokens / row["step"],  # type: ignore[operator]
+            "tflops": 6e-12 * numel * tokens / row["step"],  # type: ignore[operator]
             "rate": rate,
             "host_bytes_per_param": (host_bytes() - before) / numel,
             "params": numel,
             "moments": args.moments,
             "activations": args.activations,
+            "device_bytes_max": args.device_bytes_max,
             "nvml_gib": used_gib(device),
         }
         if device.type == "cuda":
