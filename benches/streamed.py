@@ -165,7 +165,7 @@ def main() -> None:
         lr=1e-4,
         weights="host",
         activations=args.activations,
-        device_bytes_max=args.device_bytes_max,
+        device_bytes_max=args.device_bytes_max or 0,
         clip_norm=1.0,
         moments=args.moments,
         accumulation_steps=1,

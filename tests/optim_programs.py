@@ -121,7 +121,8 @@ def _by_view(param, new):
 
 @torch.no_grad()
 def _same(param, _):
-    param.add_(0)
+    # Of a NaN arithmetic would write other bits: one element, of which AdamW cannot know.
+    param.copy_(param.detach().clone())
 
 
 def _swap(param, new):

@@ -12,7 +12,7 @@ from stepwell.planning.placements import placements
 from stepwell.planning.state_bytes import TWIN_ALIGN_BYTES, run_bytes, state_bytes, step_bytes
 from stepwell.planning.streamed import ADDER_BYTES, AHEAD_NUMEL
 from stepwell.planning.workload import Workload
-from stepwell.store import adder, host_weights, twins
+from stepwell.store import adder, staying, twins
 
 SHAPES = [(3,), (1, 7), (129, 65), (70_000,), (300, 1024), (1,), (65_536,)]
 DTYPES = ("bfloat16", "float32", "float16")
@@ -33,11 +33,9 @@ def test_state_and_twins_take_what_the_library_says(dtype, moments):
 
 
 def test_sizes_that_are_written_down_twice_are_the_same():
-    assert AHEAD_NUMEL == host_weights._AHEAD_NUMEL
+    assert AHEAD_NUMEL == staying._AHEAD_NUMEL
     assert TWIN_ALIGN_BYTES == twins._ALIGN_BYTES
-    slots = adder._SLOTS * adder._SLOT_BYTES
-    waiting = adder._BATCHES_MAX * adder._SLOT_BYTES
-    assert slots + waiting + adder._UNDER_WAY_BYTES_MAX == ADDER_BYTES
+    assert adder.DEVICE_BYTES_MAX == ADDER_BYTES
 
 
 GROWTH = """

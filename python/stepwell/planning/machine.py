@@ -17,9 +17,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Machine", "described"]
 
-# PCIe 4 with 16 lanes, 16-bit products of a 24 GB card, its memory, and that of a desktop with two
+# PCIe 4 with 16 lanes, 16-bit products of a 24 GB card, and the memory of a desktop with two
 # channels of DDR5.
-_ASSUMED = {"bus": 25e9, "flops": 150e12, "device_rate": 900e9, "host_rate": 60e9}
+_ASSUMED = {"bus": 25e9, "flops": 150e12, "host_rate": 60e9}
+# That card's memory moves 900 GB/s, and that of larger ones as much more as they compute more.
+_ASSUMED_FLOPS_PER_BYTE = 167
 _ASSUMED_CORES = 8
 # Together both directions of PCIe move about one and a half times what one does.
 _BOTH_WAYS = 1.5
@@ -143,6 +145,7 @@ def described(
         if value is not None:
             read = flops_of if name == "flops" else rate_of
             found[name] = read(value, f"`{name}`")
+    found.setdefault("device_rate", found["flops"] / _ASSUMED_FLOPS_PER_BYTE)
     one_way = found["bus"]
     return Machine(
         name="the machine that is described",
