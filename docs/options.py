@@ -54,7 +54,7 @@ def told_in_fields(cls: type) -> dict[str, str]:
     """By the field of a dataclass, the docstring that follows it."""
     body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body  # type: ignore[attr-defined]
     return {
-        field.target.id: " ".join(text.value.value.split())
+        field.target.id: " ".join(str(text.value.value).split())
         for field, text in itertools.pairwise(body)
         if isinstance(field, ast.AnnAssign)
         and isinstance(field.target, ast.Name)
