@@ -197,8 +197,8 @@ def main() -> None:
             "of_forward_backward": (forward + backward) / alone,
             "of_bus_bound": (forward + backward) / on_bus,
             "of_bound": row["step"] / limit,
-            "tokens_per_second": tokens / row["step"],  # type: ignore[operator]
-            "tflops": 6e-12 * numel * tokens / row["step"],  # type: ignore[operator]
+            "tokens_per_second": tokens / row["step"],
+            "tflops": 6e-12 * numel * tokens / row["step"],
             "rate": rate,
             "host_bytes_per_param": (host_bytes() - before) / numel,
             "params": numel,

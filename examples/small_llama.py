@@ -17,7 +17,8 @@ SMALL = "small"
 def model_of(name: str) -> transformers.PreTrainedModel:
     """A model in bfloat16, on the CPU: `SMALL`, or a name of the Hub or a folder."""
     if name != SMALL:
-        return transformers.AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16)
+        model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16)
+        return model.train()  # it comes in evaluation mode, in which nothing is checkpointed
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=256,

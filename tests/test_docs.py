@@ -33,12 +33,20 @@ def blocks(page, language):
     return [textwrap.dedent(text) for name, text in found if name == language]
 
 
+def leads_somewhere(page, link):
+    path, _, heading = link.partition("#")
+    target = page.parent / path if path else page
+    if not heading:
+        return target.exists()
+    headings = re.findall(r"^#+ (.*)", target.read_text(), re.MULTILINE)
+    return heading in {re.sub(r"[^\w -]", "", each).lower().replace(" ", "-") for each in headings}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_what_a_page_points_to_is_there(page):
     text = page.read_text()
-    links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", text)]
-    local = [link for link in links if link and "://" not in link]
-    assert [link for link in local if not (page.parent / link).exists()] == []
+    local = [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
+    assert [link for link in local if not leads_somewhere(page, link)] == []
     paths = re.findall(r"`((?:[a-z_0-9]+/)+(?:[a-z_0-9]+\.[a-z]+)?)`", text)
     known = ("rust", "python", "tests", "docs", "benches", "examples")
     known += ("offload", "weights", "deepspeed", "adam", "state")

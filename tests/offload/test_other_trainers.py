@@ -1,4 +1,4 @@
-"""The programs of docs/other_trainers.md, run.
+"""The programs of docs/other_trainers.md, run, and that of docs/guide.md with FSDP2's offload.
 
 FSDP2 and Lightning are themselves; torchtitan and Megatron-Core are doubles, which call the
 optimizer as these do.
@@ -21,14 +21,15 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "other_trainers.md"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+PAGE = DOCS / "other_trainers.md"
 
 pytestmark = pytest.mark.skipif(not PAGE.is_file(), reason="the page is not beside the tests")
 
 
-def programs(section):
+def programs(section, page=PAGE):
     """The programs of a section of the page."""
-    text = PAGE.read_text().partition(f"\n## {section}\n")[2].partition("\n## ")[0]
+    text = page.read_text().partition(f"# {section}\n")[2].partition("\n##")[0]
     return re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
 
 
@@ -82,7 +83,7 @@ def test_fsdp2(process_group, monkeypatch):
         unpinned = partial(fsdp.CPUOffloadPolicy, pin_memory=False)
         monkeypatch.setattr(fsdp, "CPUOffloadPolicy", unpinned)
     model, twin = net(), net()
-    (program,) = programs("FSDP2")
+    (program,) = programs("Shards in host memory", DOCS / "guide.md")
     optimizer = run(program, model=model)["optimizer"]
     reference = stepwell.OffloadAdamW(twin, lr=1e-4, clip_norm=1.0, moments="q8")
     for step in range(3):

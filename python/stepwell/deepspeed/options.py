@@ -24,10 +24,8 @@ class Options:
     """The block, with defaults for what it leaves out."""
 
     engine: bool = True
-    """Whether ZeRO with its state in host memory or on NVMe runs on the offload engine.
-
-    If not, it is DeepSpeed's own path, on Stepwell's kernels.
-    """
+    """Whether ZeRO with its state in host memory or on NVMe runs on the offload engine; if not, it
+    is DeepSpeed's own path, on Stepwell's kernels."""
     moments: str | None = None
     """How `exp_avg` and `exp_avg_sq` are held: "fp32", "bf16" or "q8".
 
@@ -36,7 +34,8 @@ class Options:
     gate: str = "module"
     """What waits for the new weights.
 
-    "module": each forward for its own; "step": `engine.step()` for all.
+    "module": each forward for its own; "step": `engine.step()` for all, as it does on one rank
+    under ZeRO-3 without `offload_param`.
     """
     accumulate: str = "host"
     """Where ZeRO-2 sums 16-bit gradients of several micro-batches, and ZeRO-3 all.
@@ -51,23 +50,22 @@ class Options:
     "deepspeed": DeepSpeed's.
     """
     threads: int | None = None
-    """Workers that step; None: one per physical core of this process, but one;
-    but one and an eighth of them where ranks share the host."""
+    """Workers that step; None: one per physical core of this process, but one; but one and an
+    eighth of them where ranks share the host; with `zenflow` four fifths of these."""
     host_bytes_max: int | None = None
-    """The most host memory that may be taken, in bytes or as "40GB"; None: what is free, or with a
-    volume three quarters of it."""
+    """The most host memory that each rank may take, in bytes or as "40GB"; None: what is free, or
+    with a volume three quarters of it, which ranks of the host share."""
     nvme_paths: Sequence[str] | None = None
     """With `offload_optimizer.device` nvme, a folder on each drive of the volume, or its device.
 
     None: `offload_optimizer.nvme_path` alone.
     """
     volume: Mapping[str, Any] | None = None
-    """Options of `stepwell.Volume` for it, beside the drives: `durability`, `keep`, `name`, ..."""
+    """Options of `stepwell.Volume` for it, beside the drives: `durability`, `commit_interval`,
+    `keep`, `name`, `resume`, ..."""
     zenflow: bool = True
-    """Whether a block `zero_optimization.zenflow` runs on the offload engine, where that can.
-
-    If not, it is DeepSpeed's own ZenFlow, on DeepSpeed's own op, which it compiles.
-    """
+    """Whether a block `zero_optimization.zenflow` runs on the offload engine, where that can; if
+    not, it is DeepSpeed's own ZenFlow, on DeepSpeed's own op, which it compiles."""
 
     def __post_init__(self) -> None:
         for name in ("engine", "zenflow"):

@@ -97,7 +97,7 @@ class OffloadAdamW(AdamW):
     (`torch.tensor(parameter)`, TorchScript, torch.func); CUDA graphs that were captured without
     their module; tensors of `state` that were taken before the step; other processes.
     A module that torch.compile has compiled waits for all weights within it. Where other code is
-    compiled (docs/plain_pytorch.md), under torch.jit, and for a parameter whose memory others hold
+    compiled (docs/guide.md), under torch.jit, and for a parameter whose memory others hold
     too (a view, `.data` or an array that is kept), `step()` waits. Of DTensor parameters (FSDP2)
     gathers and all other uses of a shard wait for it, each on its own rank.
 
@@ -147,8 +147,8 @@ class OffloadAdamW(AdamW):
             "host" works in one process (neither DDP nor DTensor), and only `clip_norm` clips: in
             place of a gradient that was moved, `parameter.grad` reads as NaN and refuses to be
             scaled. So a GradScaler works without `unscale_()`.
-        accumulation_steps: after how many backwards `step()` is called. If given, gradients come to
-            the host during the last of them; if not, in `step()`, unless `no_sync()` is used. The
+        accumulation_steps: after how many backwards `step()` is called, so that gradients come to
+            the host during the last of them. None: in `step()`, unless `no_sync()` is used. The
             result is the same. Only for parameters of one process, and FSDP2's from the second step
             on: those of DDP are final after the backward only. Of FSDP2 it counts the backwards
             that reduce gradients, one where `set_requires_gradient_sync(False)` leaves out others.
@@ -166,17 +166,17 @@ class OffloadAdamW(AdamW):
         host_bytes_max: the most host memory that may be taken, in bytes or as "40GB", but for
             activations; None: what is free.
         device_bytes_max: the most device memory that state may take, in bytes or as "8GB": 12 bytes
-            per parameter, from the first step on. The first parameters whose state fits are stepped
-            on the device, in fp32 whatever `moments` is, and take no host memory. No step waits for
-            them, and none of their updates is deferred. Bits are those of steps in host memory with
-            fp32 moments, and state dicts are alike. Not with `accumulate="host"`, a volume that
-            commits, or DTensor parameters. With `weights="host"` it is the most device memory that
-            is taken in all: what modules fetch, some of it ahead of their use, and gradients on
-            their way (at most 1.4 GiB). In what is left weights stay, from both ends of the model
-            inwards (embeddings and heads first, whose fetch nothing hides), and once all weights
-            do, state. Where the device has less, fewer stay. What a module uses comes in any case.
-            0: none stays, and what is fetched has 2 elements for each of the largest block, and 400
-            million more.
+            per parameter, from the first step on; with `weights="host"` the most that is taken in
+            all. The first parameters whose state fits are stepped on the device, in fp32 whatever
+            `moments` is, and take no host memory. No step waits for them, and none of their updates
+            is deferred. Bits are those of steps in host memory with fp32 moments, and state dicts
+            are alike. Not with `accumulate="host"`, a volume that commits, or DTensor parameters.
+            With `weights="host"` all is what modules fetch, some of it ahead of their use, and
+            gradients on their way (at most 1.4 GiB). In what is left weights stay, from both ends
+            of the model inwards (embeddings and heads first, whose fetch nothing hides), and once
+            all weights do, state. Where the device has less, fewer stay. What a module uses comes
+            in any case. 0: none stays, and what is fetched has 2 elements for each of the largest
+            block, and 400 million more.
         deferred: which updates are applied later, in the background of the steps to come, so that
             no step waits for host memory; None: none is. Forwards in training then read weights
             that lack some updates (see `Deferred`); evaluation, state dicts and every other access

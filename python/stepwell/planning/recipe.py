@@ -18,7 +18,10 @@ def recipe_of(placement: Placement, workload: Workload) -> str:
     """The code of a placement, for `model`; or the JSON."""
     if placement.kind == "streamed" and workload.gpus > 1:
         return _deepspeed(placement, workload)
-    lines = ["model.gradient_checkpointing_enable()"] if workload.checkpointing else []
+    # transformers' `from_pretrained` gives a model in evaluation mode, which checkpoints nothing.
+    lines = ["model.train()"]
+    if workload.checkpointing:
+        lines.append("model.gradient_checkpointing_enable()")
     lines = [*_imports(placement, workload), *lines]
     if workload.gpus > 1:
         lines.append("fully_shard(model)  # and each layer before it")
