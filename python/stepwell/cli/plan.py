@@ -250,7 +250,8 @@ def _fits(placement: Placement) -> str:
 
 def _print_codes(console: Console, found: Plan) -> None:
     if not found.best:
-        console.print("\nnothing fits on this machine", style="bold red")
+        hint = "" if found.machine.drive_rate else "; hint: --drive, for state on drives"
+        console.print(f"\nnothing fits on this machine{hint}", style="bold red")
         return
     for name, placement in zip(("best", "second best"), found.best, strict=False):
         note = f" ({placement.note})" if placement.note else ""

@@ -180,8 +180,8 @@ def _tell_of_none() -> None:
     if not has_optimizer() and not _has_children:
         tell(
             "the program has ended, and no optimizer on Stepwell came to be in this process. "
-            'hint: "offload_optimizer": {"device": "cpu"} in the DeepSpeed JSON, and no '
-            '"torch_adam"; without DeepSpeed stepwell.OffloadAdamW'
+            'hint: "offload_optimizer": {"device": "cpu"} in the DeepSpeed JSON; '
+            "without DeepSpeed stepwell.OffloadAdamW"
         )
 
 

@@ -176,7 +176,7 @@ impl Swap {
         log::warn!(
             target: "stepwell",
             "volume `{}` has no committed step to go on from, and begins; hint: where it has, its \
-             drives, their order and its name are those that it was made with",
+             drives and its name are those that it was made with",
             self.volume.name()
         );
     }
