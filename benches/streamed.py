@@ -31,9 +31,9 @@ from typing import TYPE_CHECKING
 
 import torch
 from stepwell import OffloadAdamW
+from stepwell._sizes import moved_bytes
 from stepwell.cli._memory_rate import MemoryRate
 from stepwell.cli._offload_cases import Workload, host_bytes, sync
-from stepwell.cli.bench_offload import host_bytes_per_param
 from torch.utils.checkpoint import checkpoint
 
 if TYPE_CHECKING:
@@ -172,8 +172,7 @@ def main() -> None:
     )
     gc.collect()
     memory = MemoryRate()
-    case = "stepwell" if args.moments == "fp32" else "stepwell q8"
-    host_step_bytes = (host_bytes_per_param(case) or 0.0) * numel
+    host_step_bytes = moved_bytes("bfloat16", args.moments) * numel
     for tokens, workload in workloads.items():
         row = found[tokens]
         batches = workload.batches(device)
@@ -197,8 +196,8 @@ def main() -> None:
             "of_forward_backward": (forward + backward) / alone,
             "of_bus_bound": (forward + backward) / on_bus,
             "of_bound": row["step"] / limit,
-            "tokens_per_second": tokens / row["step"],  # type: ignore[operator]
-            "tflops": 6e-12 * numel * tokens / row["step"],  # type: ignore[operator]
+            "tokens_per_second": tokens / row["step"],
+            "tflops": 6e-12 * numel * tokens / row["step"],
             "rate": rate,
             "host_bytes_per_param": (host_bytes() - before) / numel,
             "params": numel,

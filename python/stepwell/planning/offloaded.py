@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from stepwell import _core
+from stepwell._sizes import run_bytes, state_bytes
 from stepwell.planning.placement import (
     CONTEXT_BYTES,
     RUNTIME_BYTES,
@@ -14,7 +15,6 @@ from stepwell.planning.placement import (
     timed,
 )
 from stepwell.planning.seconds import Step
-from stepwell.planning.state_bytes import run_bytes, state_bytes, step_bytes
 
 __all__ = ["deferred", "device_share", "exact", "host_of", "offloaded_step"]
 
@@ -145,7 +145,7 @@ def deferred(run: Run) -> Placement:
     def step(tokens: float) -> Step:
         found = Step()
         passes = run.passes(tokens)
-        each, gradient = step_bytes(workload.dtype, "fp32"), workload.itemsize
+        each, gradient = run.moved_bytes("fp32"), workload.itemsize
         moved = model.num_params * ((each - gradient) / _INTERVAL + gradient)
         memory = moved / machine.host_rate
         cores = model.num_params * _DEFERRED_PASSES * machine.core_seconds["fp32"] / machine.cores

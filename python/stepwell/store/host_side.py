@@ -19,6 +19,7 @@ import torch
 from stepwell import _core, _state
 from stepwell._budget import GIB, announce, share_of_free_bytes
 from stepwell._sharding import is_dtensor, local
+from stepwell._sizes import moments_bytes
 from stepwell._tensors import Written, check_param
 from stepwell.access.shard_guard import are_offloaded
 from stepwell.store.deferred import DeferralBytes, Extents, memory_of
@@ -196,7 +197,7 @@ class HostSide:
         return announce(
             sum(local(param).numel() for param in params),
             state=sum(_state.nbytes(piece, self._moments) for piece in fresh),
-            moments=sum(_state.moments_nbytes(piece, self._moments) for piece in fresh),
+            moments=moments_bytes([piece.numel() for piece in fresh], self._moments),
             crossing=self.twins.nbytes(params) + deferral.pinned,
             limit=self._bytes_left(states),
             held=self._held(has_engine=has_engine),

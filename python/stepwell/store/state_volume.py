@@ -18,6 +18,7 @@ from stepwell import _core, _state
 from stepwell._budget import GIB
 from stepwell._notices import tell
 from stepwell._sharding import local
+from stepwell._sizes import VOLUME_BUFFERS_BYTES_MAX
 from stepwell._tensors import view
 from stepwell.store.places import MASTER, Places, lay_out
 from stepwell.store.sharded_volume import RUN_OF_ONE, close, explain, open_together
@@ -35,7 +36,6 @@ _Key = TypeVar("_Key")
 
 _LOGGER = logging.getLogger(__name__)
 
-_BUFFERS_BYTES_MAX = 1 << 30
 MEMORY_PER_BUFFERS = 2
 """Buffers take at most one part in so many of the memory for state and buffers."""
 
@@ -124,7 +124,7 @@ class StateVolume(Generic[_Key]):
             ValueError: there is not even the memory for buffers.
         """
         self._addresses, self.places = lay_out(make)
-        self._buffers_nbytes_max = min(host_bytes // MEMORY_PER_BUFFERS, _BUFFERS_BYTES_MAX)
+        self._buffers_nbytes_max = min(host_bytes // MEMORY_PER_BUFFERS, VOLUME_BUFFERS_BYTES_MAX)
         buffers = _core.swap_buffers_nbytes(
             [os.fspath(path) for path in self.options.paths],
             self._tensors(),
