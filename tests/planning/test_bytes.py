@@ -9,7 +9,7 @@ from stepwell import _state
 from stepwell._sizes import run_bytes, state_bytes
 from stepwell.planning import described
 from stepwell.planning.model import model_of
-from stepwell.planning.placements import placements
+from stepwell.planning.plans import plan_of
 from stepwell.planning.workload import Workload
 from stepwell.store.twins import Twins
 
@@ -85,7 +85,7 @@ def test_a_process_grows_by_the_host_bytes_of_its_plan(options, dtype):
         kind = "streamed" if "weights" in options else "exact"
         found = next(
             each
-            for each in placements(model, workload, MACHINE)
+            for each in plan_of(model, workload, MACHINE).placements
             if (each.kind, each.moments) == (kind, moments)
         )
         planned = found.host_total - found.host["runtime"]

@@ -36,7 +36,7 @@ from stepwell._sharding import greatest, is_dtensor, local
 from stepwell.access.gate import remove
 from stepwell.access.guard import clear_grads
 from stepwell.access.writes import wait_for
-from stepwell.offload.options import Accumulate, Place, check_options
+from stepwell.offload.options import Memory, check_options
 from stepwell.offload.start_line import start_line
 from stepwell.offload.volume_pointer import check_pointer, is_pointer, pointer_to
 from stepwell.optim import AdamW, Moments
@@ -219,10 +219,10 @@ class OffloadAdamW(AdamW):
         model: torch.nn.Module | None = None,
         clip_norm: float | None = None,
         moments: Moments = "fp32",
-        weights: Place = "device",
-        activations: Place = "device",
+        weights: Memory = "device",
+        activations: Memory = "device",
         device: torch.device | str | None = None,
-        accumulate: Accumulate | None = None,
+        accumulate: Memory | None = None,
         accumulation_steps: int | None = None,
         nonfinite: Nonfinite = "skip",
         maximize: bool = False,

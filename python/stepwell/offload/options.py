@@ -10,29 +10,28 @@ from stepwell._checks import choice
 from stepwell.store.deferred import Deferred
 from stepwell.store.volume import Volume
 
-__all__ = ["Accumulate", "Place", "check_options"]
+__all__ = ["Memory", "check_options"]
 
-Accumulate: TypeAlias = Literal["device", "host"]
-
-Place: TypeAlias = Literal["device", "host"]
-"""Of weights between their uses, and of activations between forward and backward."""
+Memory: TypeAlias = Literal["device", "host"]
+"""Where weights are between their uses, activations between forward and backward, and sums of
+gradients."""
 
 
 def check_options(
     *,
-    weights: Place,
-    activations: Place,
+    weights: Memory,
+    activations: Memory,
     device: torch.device | str | None,
     has_model: bool,
-    accumulate: Accumulate,
+    accumulate: Memory,
     deferred: Deferred | None,
     tier: Volume | None,
     device_bytes_max: int,
 ) -> None:
     """Raises ValueError for options that are not what `OffloadAdamW` takes."""
-    choice(weights, "`weights`", get_args(Place))
-    choice(activations, "`activations`", get_args(Place))
-    choice(accumulate, "`accumulate`", get_args(Accumulate))
+    choice(weights, "`weights`", get_args(Memory))
+    choice(activations, "`activations`", get_args(Memory))
+    choice(accumulate, "`accumulate`", get_args(Memory))
     if activations == "host" and not has_model:
         raise ValueError(
             "`activations` is `host` and no model is given, whose forwards make them. "
@@ -75,7 +74,7 @@ def _check_host_weights(
     device: torch.device | str | None,
     *,
     has_model: bool,
-    accumulate: Accumulate,
+    accumulate: Memory,
     beside: dict[str, object],
 ) -> None:
     """Raises ValueError where weights cannot lie in host memory."""

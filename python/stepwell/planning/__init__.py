@@ -12,8 +12,7 @@ as a callable, and to measure this machine.
 | `seconds.py` | seconds of a step, and what binds |
 | `placement.py` | one placement, and what all are made from |
 | `on_device.py`, `offloaded.py`, `streamed.py`, `on_drives.py` | what each takes |
-| `placements.py` | all of them, and what the machine lacks |
-| `plans.py`, `recipe.py` | which to use; what to write |
+| `plans.py`, `recipe.py` | all of them, what the machine lacks, and which to use; what to write |
 """
 
 from stepwell.planning.machine import Machine, described

@@ -74,7 +74,7 @@ class HostSide:
         self._moments = moments
         self._bytes_max = bytes_max
         self.swapped = swapped
-        # Where a volume has state, that is given a place when all parameters are known.
+        # Where a volume has state, that is given placeholders when all parameters are known.
         self._is_open = swapped is None
 
     def choose(self, params: Iterable[torch.Tensor], model: torch.nn.Module | None) -> None:
@@ -334,9 +334,9 @@ class HostSide:
         swapped = self.swapped
         assert swapped is not None
         _state.repair_step(state, _state.step_of(state, lambda: label))
-        names = ("step", *swapped.volume.places[param].in_memory)
+        names = ("step", *swapped.volume.placeholders[param].in_memory)
         stepped = {**state, **{name: state[name].clone() for name in names}}
-        return stepped, swapped.placed(param, stepped)
+        return stepped, swapped.with_placeholders(param, stepped)
 
     def prepare_commit(
         self, stepped: Iterable[torch.Tensor], states: Mapping[torch.Tensor, _state.State]
@@ -385,7 +385,7 @@ class HostSide:
             param
             for param in others
             if self.twins[param].fresh is None
-            and not (param in states and swapped.is_place(param, states[param]))
+            and not (param in states and swapped.is_placeholder(param, states[param]))
             and not (param in states and swapped.is_as_read(param, states[param]))
         ]
         if in_memory:

@@ -1,8 +1,8 @@
 """The states of an optimizer's parameters, wherever they are, after the last step.
 
 `own` is what torch's optimizer has in its `__dict__` as `state`. What is on a volume or on the
-device is a place in it, until a program asks: then it is read into host memory, and the next step
-takes it up again.
+device has a stand-in there, until a program asks: then it is read into host memory, and the next
+step takes it up again.
 """
 
 from __future__ import annotations
