@@ -32,7 +32,7 @@ GROWTH = """
 import ctypes, gc, json, sys
 import torch
 from stepwell import OffloadAdamW
-from stepwell.cli._offload_cases import host_bytes
+from stepwell.cli._workload import host_bytes
 
 def held():
     gc.collect()

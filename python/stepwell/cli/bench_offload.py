@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from rich.console import Console
 
-    from stepwell.cli._offload_cases import Workload
+    from stepwell.cli._workload import Workload
 
 __all__ = ["CASES", "bench_offload", "bus_gb_per_second", "host_bytes_per_param", "run_case"]
 
@@ -121,9 +121,9 @@ def bench_offload(
 ) -> None:
     """Time training steps with the optimizer in host memory, and those of others."""
     from stepwell.cli._console import output
-    from stepwell.cli._offload_cases import SIZES, Workload
     from stepwell.cli._report import circumstances, write, write_json
     from stepwell.cli._step_times import circumstances_line
+    from stepwell.cli._workload import SIZES, Workload
 
     console = output()
     if size not in SIZES and not Path(size).is_file():

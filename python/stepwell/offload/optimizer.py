@@ -16,7 +16,6 @@ have yet.
 from __future__ import annotations
 
 import itertools
-import logging
 import math
 import time
 import weakref
@@ -25,12 +24,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from stepwell import _core, _state
-from stepwell._budget import GIB
 from stepwell._decision import Facts, Nonfinite
 from stepwell._hyper import hyper_of
 from stepwell._notices import tell
 from stepwell._option_names import named_options
-from stepwell._sharding import is_dtensor, local
+from stepwell._sharding import is_dtensor
 from stepwell.access.guard import clear_grads
 from stepwell.offload.admission import Admission
 from stepwell.offload.clipping import Clipping
@@ -56,8 +54,6 @@ if TYPE_CHECKING:
     from stepwell.store.volume import Volume
 
 __all__ = ["OffloadAdamW"]
-
-_LOGGER = logging.getLogger(__name__)
 
 
 @named_options("`OffloadAdamW`")
@@ -387,16 +383,6 @@ class OffloadAdamW(AdamW):
             if state := states.get(index):
                 states[index] = self._keeper.in_state_dict(param, state)
         return state_dict
-
-    def decoded_state_dict(self) -> StateDict:
-        """As `stepwell.AdamW.decoded_state_dict`: plain fp32 moments.
-
-        Takes 8 bytes per parameter unless `moments` is "fp32".
-        """
-        if self._moments != "fp32":
-            numel = sum(local(param).numel() for param in self._twins)
-            _LOGGER.info("%.2f GiB of host memory for decoded moments", 8 * numel / GIB)
-        return super().decoded_state_dict()
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """As `stepwell.AdamW.load_state_dict`; also one that points to the volume (`saves_volume`).
