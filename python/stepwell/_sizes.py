@@ -20,6 +20,8 @@ __all__ = [
     "VOLUME_BUFFERS_BYTES_MAX",
     "moments_bytes",
     "moved_bytes",
+    "resident_bytes",
+    "residents",
     "run_bytes",
     "state_bytes",
 ]
@@ -61,6 +63,33 @@ def moments_bytes(numels: Iterable[int], moments: str) -> int:
 def state_bytes(numels: Iterable[int], dtype: str, moments: str) -> int:
     """Of the moments, and of what parameters of `dtype` lack of their masters."""
     return _bytes_of(numels, [*_core.moments_parts(moments), *_core.master_parts(dtype)])
+
+
+def resident_bytes(numel: int) -> int | None:
+    """Of device memory, for the state of a parameter that is stepped there; None: it cannot be."""
+    return _core.DeviceSteps.state_nbytes(numel) if numel else None
+
+
+def residents(numels: Iterable[int], bytes_max: int) -> dict[int, int]:
+    """Which parameters are stepped on the device: in their order, each that has room.
+
+    Those that come first are used first by a forward, and have their gradients last: theirs is the
+    state that a step waits for.
+
+    Args:
+        numels: elements of each.
+        bytes_max: of device memory, for their state.
+
+    Returns:
+        by their numbers, the bytes of each.
+    """
+    found: dict[int, int] = {}
+    for index, numel in enumerate(numels):
+        nbytes = resident_bytes(numel)
+        if nbytes is not None and nbytes <= bytes_max:
+            found[index] = nbytes
+            bytes_max -= nbytes
+    return found
 
 
 def run_bytes(numels: Iterable[int], itemsize: int) -> int:

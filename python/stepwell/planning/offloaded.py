@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from stepwell import _core
-from stepwell._sizes import run_bytes, state_bytes
+from stepwell._sizes import residents, run_bytes, state_bytes
 from stepwell.planning.placement import (
     CONTEXT_BYTES,
     RUNTIME_BYTES,
@@ -90,12 +90,7 @@ def device_share(run: Run) -> Placement:
     model, machine = run.model, run.machine
     base = exact(run, "fp32")
     room = int((machine.gpu_memory - CONTEXT_BYTES - base.peak) * 0.98)
-    chosen, left = set(), room
-    for index, numel in enumerate(model.numels):
-        nbytes = _core.DeviceSteps.state_nbytes(numel)
-        if nbytes is not None and nbytes <= left:
-            chosen.add(index)
-            left -= nbytes
+    chosen = residents(model.numels, room)
     resident = sum(model.numels[index] for index in chosen)
     hosted = [numel for index, numel in enumerate(model.numels) if index not in chosen]
     twins = run_bytes(hosted, run.workload.itemsize)
@@ -110,7 +105,7 @@ def device_share(run: Run) -> Placement:
         found.add("compute", run.device_step(_DEVICE_STEP_BYTES, resident))
         return found
 
-    state = room - left if room > 0 else 0
+    state = sum(chosen.values())
     found = Placement(
         "device share",
         "fp32",
