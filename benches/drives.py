@@ -93,7 +93,7 @@ def optimizer_on(volume: Volume, moments: Moments, state_nbytes: int) -> Offload
         param.requires_grad_().grad = grad
         params.append(param)
     plenty = 1 << 50
-    left = Swapped(volume, moments, None).place({param: param for param in params}, plenty)
+    left = Swapped(volume, moments, None).lay_out({param: param for param in params}, plenty)
     buffers = plenty - left
     buffers = min(buffers, state_nbytes // MEMORY_PER_BUFFERS)
     # The memory that the buffers leave has the first state. So that is of a parameter that no step

@@ -17,7 +17,8 @@ from statistics import median
 from typing import Any
 
 import torch
-from stepwell.cli import _offload_cases as cases
+from stepwell.cli._offload_cases import prepare as run_of
+from stepwell.cli._workload import Workload, sync
 
 STEPS, WARM_UP_STEPS, PROFILED_STEPS = 14, 10, 8
 
@@ -30,7 +31,7 @@ def main() -> None:
     parser.add_argument("--sequence-length", type=int, default=4096)
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    workload = cases.Workload(
+    workload = Workload(
         size=args.size,
         sequence_length=args.sequence_length,
         steps=2 * STEPS + PROFILED_STEPS,
@@ -42,14 +43,14 @@ def main() -> None:
         text=None,
     )
     model = workload.model(device)
-    run = cases.prepare(args.case, workload, model)
+    run = run_of(args.case, workload, model)
     batches = iter(list(workload.batches(device)))
 
     def step(*, is_quiet: bool = False) -> tuple[float, float, float]:
         """Milliseconds of the forward, of its thread, and of `prepare`."""
         if is_quiet:
             run.finish()
-            cases.sync(device)
+            sync(device)
         begin, began = time.perf_counter(), time.thread_time()
         loss = run.forward(next(batches))
         forward, own = time.perf_counter() - begin, time.thread_time() - began
@@ -71,7 +72,7 @@ def main() -> None:
             for _ in range(PROFILED_STEPS):
                 step()
             run.finish()
-            cases.sync(device)
+            sync(device)
         sums: dict[str, float] = defaultdict(float)
         for event in profiled.events():
             if event.name.startswith("Memcpy") or event.name == "checksums":

@@ -29,10 +29,10 @@ import torch
 from rank_cases import CASES
 from rich.console import Console
 from stepwell.cli._memory_rate import MemoryRate, bound
-from stepwell.cli._offload_cases import Workload
 from stepwell.cli._processes import launched, run_processes
 from stepwell.cli._report import case_table, circumstances, failed_case, write, write_json
 from stepwell.cli._step_times import circumstances_line
+from stepwell.cli._workload import Workload
 from stepwell.cli.bench_offload import bus_gb_per_second, host_bytes_per_param
 
 if TYPE_CHECKING:

@@ -17,7 +17,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from stepwell.cli import _offload_cases as alone
-from stepwell.cli._offload_cases import Run, Workload
+from stepwell.cli._workload import (
+    Run,
+    Workload,
+    forward_backward,
+    host_bytes,
+    host_peak_bytes,
+    sync,
+    train,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -127,27 +135,27 @@ def main(name: str, workload: Workload) -> dict[str, Any]:
     numel = sum(param.numel() for param in model.parameters())
     # Each rank has samples of its own, and the weights of all.
     own = replace(workload, seed=workload.seed + 1000 * rank)
-    forward_backward = None
+    bare_seconds = None
     if name in MODELS:
         model = MODELS[name](model)
         bare = alone.bare_run(own, model)
-        forward_backward = max(_over_ranks(alone.forward_backward(own, device, bare)))
-    alone.sync(device)
-    before = alone.host_bytes()
+        bare_seconds = max(_over_ranks(forward_backward(own, device, bare)))
+    sync(device)
+    before = host_bytes()
     begin = time.perf_counter()
     run = prepare(name, workload, model)
     del model
-    alone.sync(device)
+    sync(device)
     prepared = time.perf_counter() - begin
-    result = alone.train(own, device, run)
+    result = train(own, device, run)
     if _is_on_devices(name):
-        forward_backward = max(_over_ranks(alone.forward_backward(own, device, run)))
+        bare_seconds = max(_over_ranks(forward_backward(own, device, run)))
     # `torch.cuda.max_memory_allocated` is not there without a GPU.
     device_peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
     ranks = _over_ranks(
         {
-            "host_bytes": alone.host_bytes() - before,
-            "host_peak_bytes": alone.host_peak_bytes(),
+            "host_bytes": host_bytes() - before,
+            "host_peak_bytes": host_peak_bytes(),
             "device_peak_bytes": device_peak,
             "losses": result["losses"],
             "seconds": result["seconds"],
@@ -157,7 +165,7 @@ def main(name: str, workload: Workload) -> dict[str, Any]:
     losses = zip(*(each["losses"] for each in ranks), strict=True)
     return result | {
         "name": name,
-        "forward_backward_seconds": forward_backward,
+        "forward_backward_seconds": bare_seconds,
         "num_params": numel,
         "prepare_seconds": prepared,
         "start_seconds": prepared + max(result["first_step_seconds"] - result["seconds"], 0.0),

@@ -35,7 +35,7 @@ from zero_3_phases import WARM_UP, milliseconds, workload_of
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from stepwell.cli._offload_cases import Run
+    from stepwell.cli._workload import Run
 
 PHASES = ("forward", "backward", "update")
 OPERATIONS = 20

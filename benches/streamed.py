@@ -31,9 +31,9 @@ from typing import TYPE_CHECKING
 
 import torch
 from stepwell import OffloadAdamW
+from stepwell._sizes import moved_bytes
 from stepwell.cli._memory_rate import MemoryRate
-from stepwell.cli._offload_cases import Workload, host_bytes, sync
-from stepwell.cli.bench_offload import host_bytes_per_param
+from stepwell.cli._workload import Workload, host_bytes, sync
 from torch.utils.checkpoint import checkpoint
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, action="append")
     parser.add_argument("--moments", default="fp32", choices=("fp32", "q8"))
     parser.add_argument("--activations", default="device", choices=("device", "host"))
-    parser.add_argument("--device-bytes-max", help="as OffloadAdamW has it, such as 20GB")
+    parser.add_argument("--device-bytes-max", default=0, help="as OffloadAdamW has it: 20GB")
     parser.add_argument("--steps", type=int, default=6)
     args = parser.parse_args()
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
@@ -172,8 +172,7 @@ def main() -> None:
     )
     gc.collect()
     memory = MemoryRate()
-    case = "stepwell" if args.moments == "fp32" else "stepwell q8"
-    host_step_bytes = (host_bytes_per_param(case) or 0.0) * numel
+    host_step_bytes = moved_bytes("bfloat16", args.moments) * numel
     for tokens, workload in workloads.items():
         row = found[tokens]
         batches = workload.batches(device)

@@ -21,7 +21,7 @@ from typing import Any
 from drives import Fio
 from rich.console import Console
 from stepwell.cli._drive_rates import check_folders
-from stepwell.cli._offload_cases import Workload
+from stepwell.cli._workload import Workload
 from stepwell.cli.bench_offload import run_case
 
 FIO_FILE_BYTES, FIO_CALLS_AT_ONCE = 2_000_000_000, 32

@@ -26,7 +26,7 @@ import time
 from collections import Counter
 
 import torch
-from stepwell.cli._offload_cases import Workload
+from stepwell.cli._workload import Workload
 
 __all__ = ["WARM_UP", "milliseconds", "workload_of"]
 

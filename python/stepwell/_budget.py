@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from stepwell import _core
+from stepwell._sizes import VOLUME_BUFFERS_BYTES_MAX, moments_bytes
 
 __all__ = ["GIB", "announce", "note_pinned", "pinned_bytes", "share_of_free_bytes"]
 
@@ -21,9 +22,6 @@ _LOGGER = logging.getLogger(__name__)
 
 # Other parts of the program need memory too.
 _FREE_SHARE = 0.75
-# At most.
-_VOLUME_BUFFERS_NBYTES = 1 << 30
-_ITEMSIZES = {"uint8": 1, "bfloat16": 2}
 # Of many small parameters each ends with a block of its own.
 _ROUNDED_UP = 1.5
 
@@ -97,13 +95,12 @@ def _refused(numel: int, nbytes: int, most: str, waiting: int, hint: str) -> Val
 def _hint(numel: int, nbytes: int, room: int, *, state: int, moments: int, waiting: int) -> str:
     """The placement that would fit into `room` bytes, where another than the one that is set."""
     ways = {}
-    parts = _core.moments_parts("q8")
-    coded = sum(part.length(numel) * _ITEMSIZES[part.dtype] for part in parts)
+    coded = moments_bytes([numel], "q8")
     # What is coded in another way does not gain by q8, and what is coded so is.
     if moments > coded * _ROUNDED_UP:
         ways["moments='q8'"] = nbytes - (moments - coded)
     if moments:
-        ways["state on drives (docs/volume.md)"] = nbytes - state + _VOLUME_BUFFERS_NBYTES
+        ways["state on drives (docs/volume.md)"] = nbytes - state + VOLUME_BUFFERS_BYTES_MAX
     for way, taken in ways.items():
         if taken <= room:
             return f"{way} takes `{taken}` bytes, which fit"

@@ -10,13 +10,14 @@ from __future__ import annotations
 import hashlib
 import logging
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 import torch
 
 from stepwell import _core
 from stepwell._sharding import is_dtensor, like, local, longest_piece, piece_index, row_shape, rows
+from stepwell._sizes import state_bytes
 from stepwell._tensors import has_memory, is_run, tensor_on, view
 
 if TYPE_CHECKING:
@@ -35,7 +36,6 @@ __all__ = [
     "key_of",
     "make_dense",
     "master_of",
-    "moments_nbytes",
     "moments_of",
     "nbytes",
     "nbytes_of",
@@ -80,9 +80,13 @@ def _parts(parts: list[_core.StatePart]) -> tuple[_Part, ...]:
     )
 
 
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 _MOMENTS = {codec: _parts(_core.moments_parts(codec)) for codec in _core.moments_codecs()}
 _MASTERS = {
-    dtype: _parts(_core.master_parts(str(dtype).removeprefix("torch.")))
+    dtype: _parts(_core.master_parts(_name_of(dtype)))
     for dtype in (torch.float32, torch.bfloat16, torch.float16)
 }
 _PARTS = {part.name: part for parts in (*_MOMENTS.values(), *_MASTERS.values()) for part in parts}
@@ -183,26 +187,7 @@ def part_names(param: torch.Tensor, moments: str) -> tuple[str, ...]:
 
 def nbytes(param: torch.Tensor, moments: str) -> int:
     """Bytes of the state of `param`, this rank's piece of it, beside `step`."""
-    return moments_nbytes(param, moments) + _nbytes_of_parts(param, _MASTERS[param.dtype])
-
-
-def moments_nbytes(param: torch.Tensor, moments: str) -> int:
-    """Bytes of the moments of `param`, this rank's piece of it."""
-    return _nbytes_of_parts(param, _MOMENTS[moments])
-
-
-def _nbytes_of_parts(param: torch.Tensor, parts: Iterable[_Part]) -> int:
-    numel = local(param).numel()
-    return sum(
-        (part.length(numel) if part.length else numel) * part.dtype.itemsize for part in parts
-    )
-
-
-def step_bytes(dtype: torch.dtype, moments: str) -> float:
-    """Bytes per element that a step reads and writes of parameters of `dtype` and their state."""
-    numel = 1 << 20
-    state = nbytes(torch.empty(numel, dtype=dtype, device="meta"), moments)
-    return 2 * (state / numel + dtype.itemsize)
+    return state_bytes([local(param).numel()], _name_of(param.dtype), moments)
 
 
 def nbytes_of(state: State) -> int:

@@ -107,7 +107,7 @@ def made(weights, device, make=Net, dtype=torch.bfloat16, stays=None, **options)
         return net, stepwell.OffloadAdamW(net, weights=weights, **options)
     options["device_bytes_max"] = room_for(net, stays)
     # Beside what is fetched ahead of its use nothing of a small model would fit.
-    with mock.patch.object(staying, "_AHEAD_NUMEL", 1):
+    with mock.patch.object(staying, "AHEAD_NUMEL", 1):
         return net, stepwell.OffloadAdamW(net, weights=weights, **options)
 
 

@@ -39,7 +39,7 @@ def test_q8_is_not_named_where_it_is_set():
 def test_drives_are_named_where_only_they_have_room(monkeypatch):
     from stepwell import _budget
 
-    monkeypatch.setattr(_budget, "_VOLUME_BUFFERS_NBYTES", NUMEL)
+    monkeypatch.setattr(_budget, "VOLUME_BUFFERS_BYTES_MAX", NUMEL)
     for moments in ("fp32", "q8"):
         _, said = refused(6 * NUMEL, moments=moments)
         assert f"hint: state on drives (docs/volume.md) takes `{5 * NUMEL}` bytes" in said

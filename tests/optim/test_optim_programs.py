@@ -181,7 +181,7 @@ class Programs(RuleBasedStateMachine):
         model = net if is_given else None
         offload["accumulate"] = "host" if self.sums_on_host else "device"
         # Beside what is fetched ahead of its use nothing of a small model would stay.
-        with mock.patch.object(staying, "_AHEAD_NUMEL", 1):
+        with mock.patch.object(staying, "AHEAD_NUMEL", 1):
             return kind(groups, model=model, **self.options, **offload)
 
     def both(self, act):

@@ -15,7 +15,7 @@ from interrupts import handler_runs_after
 from offload_cases import assert_equal, train
 from optim_cases import bits
 from stepwell import _core, _state
-from stepwell.store.places import Place
+from stepwell.store.placeholders import Placeholder
 from stepwell.store.state_in_memory import StateInMemory
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from volume_models import net_of, on_volume, pair
@@ -58,12 +58,14 @@ def test_what_is_written_to_the_state_counts(tmp_path):
     assert_equal(ours, theirs)
 
 
-def assert_places_print(addresses):
+def assert_placeholders_print(addresses):
     """Every tensor at these addresses, as the frames above have them, prints without a look."""
     tensors = [each for each in gc.get_objects() if isinstance(each, torch.Tensor)]
     begin, end = addresses.address, addresses.address + addresses.nbytes
-    places = [each for each in tensors if begin <= each.data_ptr() < end]
-    assert places and all(type(each) is Place and "on a volume" in repr(each) for each in places)
+    found = [each for each in tensors if begin <= each.data_ptr() < end]
+    assert found and all(
+        type(each) is Placeholder and "on a volume" in repr(each) for each in found
+    )
 
 
 @pytest.mark.parametrize("moments", ["fp32", "q8"])
@@ -77,7 +79,7 @@ def test_what_stands_for_state_on_a_volume_can_be_printed(tmp_path, monkeypatch,
         def call(*args, **options):
             if function not in looks:
                 looks.add(function)
-                assert_places_print(swapped_of(optimizer).volume._addresses)
+                assert_placeholders_print(swapped_of(optimizer).volume._addresses)
                 assert repr(args)
             return function(*args, **options)
 
@@ -171,9 +173,11 @@ def test_a_look_after_a_look_scans_nothing(tmp_path, monkeypatch):
     train(net, optimizer, 1)
     scanned = []
     swapped = swapped_of(optimizer)
-    is_place = swapped.is_place
+    is_placeholder = swapped.is_placeholder
     monkeypatch.setattr(
-        swapped, "is_place", lambda param, state: scanned.append(param) or is_place(param, state)
+        swapped,
+        "is_placeholder",
+        lambda param, state: scanned.append(param) or is_placeholder(param, state),
     )
     params = list(net.parameters())
     for param in params:

@@ -71,7 +71,7 @@ def test_weights_that_a_program_may_write_have_whole_masters_on_the_volume(volum
         run.steps(1, 2)
     assert_same(*runs)
     for run, is_packed in ((runs[0], False), (Run(volume, **options), True)):
-        assert {each.is_packed for each in run.swapped.volume.places.values()} == {is_packed}
+        assert {each.is_packed for each in run.swapped.volume.placeholders.values()} == {is_packed}
 
 
 def test_a_weight_that_was_written_is_told_where_its_master_is_packed(volume):

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stepwell.cli._offload_cases import Workload
+from stepwell.cli._workload import Workload
 from stepwell.cli.bench_offload import run_case
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from rich.console import Console
 
-    from stepwell.cli._offload_cases import Workload
+    from stepwell.cli._workload import Workload
 
 __all__ = ["CASES", "bench_offload", "bus_gb_per_second", "host_bytes_per_param", "run_case"]
 
@@ -121,9 +121,9 @@ def bench_offload(
 ) -> None:
     """Time training steps with the optimizer in host memory, and those of others."""
     from stepwell.cli._console import output
-    from stepwell.cli._offload_cases import SIZES, Workload
     from stepwell.cli._report import circumstances, write, write_json
     from stepwell.cli._step_times import circumstances_line
+    from stepwell.cli._workload import SIZES, Workload
 
     console = output()
     if size not in SIZES and not Path(size).is_file():
@@ -201,26 +201,16 @@ def bus_gb_per_second() -> dict[str, float]:
 
 
 def host_bytes_per_param(name: str) -> float | None:
-    """What a step of a bfloat16 model moves in host memory; None for cases off the engine.
+    """What a step of a bfloat16 model moves in host memory; None for cases off the engine."""
+    from stepwell._sizes import moved_bytes
 
-    State is read and written, the gradient read, the weight written and, where it is half of the
-    master, read.
-    """
-    import torch
-
-    from stepwell import _state
-
+    # Beside float32 masters a 16-bit gradient is read, and a 16-bit weight written.
     held = {
-        "stepwell": (torch.bfloat16, "fp32"),
-        "stepwell q8": (torch.bfloat16, "q8"),
-        "deepspeed on stepwell": (torch.float32, "fp32"),
+        "stepwell": ("bfloat16", "fp32"),
+        "stepwell q8": ("bfloat16", "q8"),
+        "deepspeed on stepwell": ("float32", "fp32"),
     }
-    if name not in held:
-        return None
-    dtype, moments = held[name]
-    weight_out = 0 if dtype == torch.bfloat16 else torch.bfloat16.itemsize
-    state = _state.step_bytes(dtype, moments)
-    return round(state + torch.bfloat16.itemsize + weight_out, 2)
+    return round(moved_bytes(*held[name]), 2) if name in held else None
 
 
 def run_case(console: Console, name: str, workload: Workload) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any, get_args
 from stepwell import _state
 from stepwell._checks import choice, count, flag, nbytes, optional
 from stepwell._option_names import check_known, named_options
-from stepwell.offload.options import Accumulate
+from stepwell.offload.options import Memory
 from stepwell.store.volume import Volume
 
 __all__ = ["Options", "options_of", "said", "with_unpinned_weights", "written"]
@@ -72,7 +72,7 @@ class Options:
             flag(getattr(self, name), f"`stepwell.{name}`", expected="true or false")
         optional(choice, self.moments, "`stepwell.moments`", _state.MOMENTS)
         choice(self.gate, "`stepwell.gate`", ("module", "step"))
-        choice(self.accumulate, "`stepwell.accumulate`", get_args(Accumulate))
+        choice(self.accumulate, "`stepwell.accumulate`", get_args(Memory))
         choice(self.fetch, "`stepwell.fetch`", _FETCH)
         optional(count, self.threads, "`stepwell.threads`")
         most = optional(nbytes, self.host_bytes_max, "`stepwell.host_bytes_max`")

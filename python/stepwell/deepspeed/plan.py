@@ -18,6 +18,7 @@ import torch
 from stepwell import optim
 from stepwell._budget import GIB
 from stepwell._notices import tell
+from stepwell._sizes import moments_bytes
 from stepwell.deepspeed import zenflow
 from stepwell.deepspeed.case import STAGE_3, Case, device_of
 from stepwell.deepspeed.obstacles import OBSTACLES, Obstacle
@@ -28,8 +29,8 @@ __all__ = ["Plan", "inference_plan", "plan", "zenflow_plan"]
 
 _STAGE_2 = 2
 
-# Master, moments, and the gradient and weight that cross the bus.
-_BYTES_PER_PARAM = {"fp32": 16.0, "bf16": 12.0, "q8": 10.1}
+# Master, and the gradient and weight that cross the bus.
+_BYTES_BESIDE_MOMENTS = 8
 
 ZeroClass = Literal["OffloadZeroOptimizer", "OffloadZeroOptimizerStage3"]
 """The class of ZeRO's optimizer on the offload engine."""
@@ -318,10 +319,10 @@ def _tell(case: Case, volume: Volume | None) -> None:
     num_ranks = torch.distributed.get_world_size() if is_of_many else 1
     place = "host memory" if volume is None else "host memory and on a volume"
     share = "" if num_ranks == 1 else f" on each of {num_ranks} ranks"
-    gib = numel * _BYTES_PER_PARAM[moments] / num_ranks / GIB
+    nbytes = moments_bytes([numel], moments) + _BYTES_BESIDE_MOMENTS * numel
     tell(
         f"ZeRO-{case.stage} on the offload engine, {numel:,} parameters: optimizer state in "
-        f"{place}, {moments} moments, about {gib:.2f} GiB{share}"
+        f"{place}, {moments} moments, about {nbytes / num_ranks / GIB:.2f} GiB{share}"
     )
 
 

@@ -33,7 +33,7 @@ from stepwell.deepspeed.zero import seams as zero_seams
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from stepwell.deepspeed.seams import Place
+    from stepwell.deepspeed.seams import Fillable
 
 __all__ = ["VERSIONS", "register", "seam_report"]
 
@@ -66,7 +66,7 @@ def _without_shm(original: Any) -> Any:
 _CPU_ADAM = "deepspeed.ops.adam.cpu_adam"
 
 # Without these there is nothing to register for.
-_ESSENTIAL: tuple[Place, ...] = (
+_ESSENTIAL: tuple[Fillable, ...] = (
     NativeOp("op cpu_adam", "cpu_adam", cpu_adam),
     Attribute(
         "op deepspeed_shm_comm, left out", "deepspeed.comm.torch", "build_shm_op", _without_shm, ()
@@ -91,7 +91,7 @@ _ESSENTIAL: tuple[Place, ...] = (
 )
 
 # Of a feature either all seams are filled or none.
-_FEATURES: dict[str, tuple[Place, ...]] = {
+_FEATURES: dict[str, tuple[Fillable, ...]] = {
     "FusedAdam on the CPU": (
         NativeOp("op fused_adam", "fused_adam", fused_adam, accelerator="cpu"),
         Attribute(
@@ -128,7 +128,7 @@ _FEATURES: dict[str, tuple[Place, ...]] = {
         *zero_seams.SEAMS,
     ),
 }
-_PLACES: tuple[Place, ...] = (*_ESSENTIAL, *chain.from_iterable(_FEATURES.values()))
+_SEAMS: tuple[Fillable, ...] = (*_ESSENTIAL, *chain.from_iterable(_FEATURES.values()))
 
 
 def _is_installed() -> bool:
@@ -137,7 +137,7 @@ def _is_installed() -> bool:
     return importlib.util.find_spec("deepspeed") is not None
 
 
-def _problems(places: Iterable[Place]) -> list[str]:
+def _problems(places: Iterable[Fillable]) -> list[str]:
     return [f"{place.name}: {problem}" for place in places if (problem := place.missing())]
 
 
@@ -225,7 +225,7 @@ def seam_report() -> list[Seam]:
     if not _is_installed():
         return [
             Seam(place.name, False, False, f"{place.where}: deepspeed is not installed")
-            for place in _PLACES
+            for place in _SEAMS
         ]
     try:
         importlib.import_module("deepspeed")
@@ -233,12 +233,12 @@ def seam_report() -> list[Seam]:
         # For want of a seam, perhaps: which one is found below.
         _REPORTING.is_on = True
     try:
-        return [_report(place) for place in _PLACES]
+        return [_report(place) for place in _SEAMS]
     finally:
         _REPORTING.is_on = False
 
 
-def _report(place: Place) -> Seam:
+def _report(place: Fillable) -> Seam:
     if problem := place.missing():
         return Seam(place.name, False, False, problem)
     if reason := place.unused():

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Attribute",
+    "Fillable",
     "Member",
     "NativeOp",
     "Overridden",
-    "Place",
     "Seam",
     "accelerator_name",
     "op_caches",
@@ -47,7 +47,7 @@ class Seam:
     """Where it is, and why it is not found or not filled, if so."""
 
 
-class Place(Protocol):
+class Fillable(Protocol):
     """A seam that can be looked for and filled."""
 
     @property

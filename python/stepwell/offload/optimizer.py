@@ -6,7 +6,7 @@ gradients as autograd has them, and the step: looked at, decided on, begun by on
 - Everything that may fail comes before the first change. One norm of all gradients decides
   (`_begin_step`). What a program does to weights in the wait for it may be lost.
 - However a step ends, what it would have waited for is waited for: after it gradients may be
-  written, and weights that no forward waits for are there (`_locked_step`, `_leave_step`).
+  written, and weights that no forward waits for are there (`_locked_step`, `Steps.leave`).
 - A step that is skipped or left by an error has the next one be exact, where updates are deferred.
 
 Cost of a step: the thread waits for the norm, and for copies of gradients that the device does not
@@ -15,9 +15,7 @@ have yet.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import logging
 import math
 import time
 import weakref
@@ -26,39 +24,27 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from stepwell import _core, _state
-from stepwell._budget import GIB
-from stepwell._checks import count, nbytes, optional, positive
 from stepwell._decision import Facts, Nonfinite
 from stepwell._hyper import hyper_of
 from stepwell._notices import tell
 from stepwell._option_names import named_options
-from stepwell._sharding import greatest, is_dtensor, local
-from stepwell.access.gate import remove
+from stepwell._sharding import is_dtensor
 from stepwell.access.guard import clear_grads
-from stepwell.access.writes import wait_for
-from stepwell.offload.options import Accumulate, Place, check_options
+from stepwell.offload.admission import Admission
+from stepwell.offload.clipping import Clipping
+from stepwell.offload.options import Memory, Options
+from stepwell.offload.parts import Parts
 from stepwell.offload.start_line import start_line
 from stepwell.offload.volume_pointer import check_pointer, is_pointer, pointer_to
 from stepwell.optim import AdamW, Moments
-from stepwell.store.background import Background
-from stepwell.store.gradients import DeviceCollector
-from stepwell.store.host_collector import WHY_NAN, HostCollector
-from stepwell.store.host_side import HostSide
-from stepwell.store.host_weights import HostWeights
-from stepwell.store.norm import CLIP_EPS, gradient_norm
-from stepwell.store.residents import Residents
-from stepwell.store.spans import Looked, Spans
+from stepwell.store.host_collector import WHY_NAN
+from stepwell.store.spans import Looked
 from stepwell.store.state_in_memory import StateInMemory
-from stepwell.store.states import States
-from stepwell.store.staying import Staying
-from stepwell.store.steps import Steps
-from stepwell.store.swapped import Swapped
-from stepwell.store.weight_owners import take_over
 from stepwell.weights.activations import Activations
 
 if TYPE_CHECKING:
     from collections import defaultdict
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Sequence
     from contextlib import AbstractContextManager
 
     from torch.optim.optimizer import ParamsT, StateDict
@@ -68,11 +54,6 @@ if TYPE_CHECKING:
     from stepwell.store.volume import Volume
 
 __all__ = ["OffloadAdamW"]
-
-_LOGGER = logging.getLogger(__name__)
-
-# Of clip coefficients, relative: devices of several kinds may round one norm differently.
-_CLIP_TOLERANCE = 1e-5
 
 
 @named_options("`OffloadAdamW`")
@@ -90,16 +71,11 @@ class OffloadAdamW(AdamW):
     no model is given.
 
     Within such a forward any other use of a parameter waits for it. Outside of forwards the first
-    use of one waits for all (`parameter.norm()`, an average of weights, `copy.deepcopy(model)`,
-    another optimizer, a write), and so does `state`. While its weight is under way, the class of a
+    use of one waits for all, and so does `state`. While its weight is under way, the class of a
     parameter is a subclass of torch.nn.Parameter. Not seen, so that `synchronize()` has to come
-    before it: raw pointers; code in C++ that takes a parameter past torch's functions
-    (`torch.tensor(parameter)`, TorchScript, torch.func); CUDA graphs that were captured without
-    their module; tensors of `state` that were taken before the step; other processes.
-    A module that torch.compile has compiled waits for all weights within it. Where other code is
-    compiled (docs/guide.md), under torch.jit, and for a parameter whose memory others hold
-    too (a view, `.data` or an array that is kept), `step()` waits. Of DTensor parameters (FSDP2)
-    gathers and all other uses of a shard wait for it, each on its own rank.
+    before it, are raw pointers, code in C++ that takes a parameter past torch's functions, and what
+    else docs/what_stepwell_sees.md lists. Where uses cannot be seen `step()` waits, and for a
+    parameter whose memory others hold too (a view, `.data` or an array that is kept).
 
     What is written to a parameter between two steps is stepped from then on, however it was
     written: a step compares the contents with what it has uploaded last. While updates of it are
@@ -206,7 +182,6 @@ class OffloadAdamW(AdamW):
     """
 
     saves_volume = True
-    _has_warned_of_clipping = False
 
     def __init__(
         self,
@@ -219,10 +194,10 @@ class OffloadAdamW(AdamW):
         model: torch.nn.Module | None = None,
         clip_norm: float | None = None,
         moments: Moments = "fp32",
-        weights: Place = "device",
-        activations: Place = "device",
+        weights: Memory = "device",
+        activations: Memory = "device",
         device: torch.device | str | None = None,
-        accumulate: Accumulate | None = None,
+        accumulate: Memory | None = None,
         accumulation_steps: int | None = None,
         nonfinite: Nonfinite = "skip",
         maximize: bool = False,
@@ -235,12 +210,6 @@ class OffloadAdamW(AdamW):
         foreach: bool | None = None,
         fused: bool | None = None,
     ) -> None:
-        threads = optional(count, threads, "`threads`")
-        accumulation_steps = optional(count, accumulation_steps, "`accumulation_steps`")
-        host_bytes_max = optional(nbytes, host_bytes_max, "`host_bytes_max`")
-        device_bytes_max = nbytes(device_bytes_max, "`device_bytes_max`")
-        if accumulate is None:
-            accumulate = "host" if weights == "host" else "device"
         if isinstance(params, torch.nn.Module):
             if model is not None:
                 raise ValueError(
@@ -249,65 +218,28 @@ class OffloadAdamW(AdamW):
                 )
             model = params
             params = list(model.named_parameters())
-        check_options(
+        options = Options.of(
+            moments=moments,
             weights=weights,
             activations=activations,
             device=device,
-            has_model=model is not None,
             accumulate=accumulate,
+            accumulation_steps=accumulation_steps,
             deferred=deferred,
             tier=tier,
+            host_bytes_max=host_bytes_max,
             device_bytes_max=device_bytes_max,
+            threads=threads,
+            has_model=model is not None,
         )
-        self._model = None if model is None else weakref.ref(model)
-        self.clip_norm = clip_norm
+        self._clipping = Clipping(clip_norm)
         self.grad_norm: float | None = None
-        swapped = None if tier is None else Swapped(tier, moments, threads)
-        staying: Staying | None = None
-        if weights == "host":
-            assert model is not None
-            take_over(model)
-            where = next(model.parameters()).device if device is None else torch.device(device)
-            staying = Staying(model, where, device_bytes_max)
-            device_bytes_max = staying.state_bytes_max
-        self._residents = Residents(device_bytes_max)
-        self._host = HostSide(
-            moments,
-            host_bytes_max,
-            deferred=deferred,
-            swapped=swapped,
-            residents=self._residents,
-            sums_on_host=accumulate == "host",
-        )
+        parts = Parts.of(self, options, model)
+        self._host, self._residents = parts.host, parts.residents
+        self._background, self._collector = parts.background, parts.collector
+        self._steps, self._spans, self._keeper = parts.steps, parts.spans, parts.keeper
         self._twins = self._host.twins
-        # Hooks lead to the collector, so that it must not hold the optimizer.
-        label = _labels_of(self)
-        self._background = Background(self._host, threads=threads, label=label)
-        self._collector = (
-            HostCollector(self._twins, self._background, label)
-            if accumulate == "host"
-            else DeviceCollector(self._twins, self._background, label, accumulation_steps)
-        )
-        # What removes the hooks of a parameter, by its id. Its twin holds it.
-        self._hooked: dict[int, weakref.finalize[Any, OffloadAdamW]] = {}
-        if staying is not None:
-            background = weakref.ref(self._background)
-            self._host.weights = HostWeights(
-                staying,
-                lambda: None if (alive := background()) is None else alive.engine,
-                lock=self._background.lock(),
-                reread=_reread_of(self),
-                owner=self,
-            )
-        self._steps = Steps(self._host, self._collector, self._background)
-        self._spans = Spans(
-            self._host,
-            self._residents,
-            self._collector,
-            self._background,
-            moments=moments,
-        )
-        self._keeper = States(self, self._host, self._residents, self._background)
+        self._admission = Admission(parts, moments, model)
         # What the last step took, as far as the engine does not know it.
         self._seconds: dict[str, float] = {}
         try:
@@ -327,14 +259,12 @@ class OffloadAdamW(AdamW):
             with torch.no_grad():
                 between_steps = self._background.between_steps
                 self._host.open(self, self._states, self._names(), between_steps)
-            if self._host.weights is not None and model is not None:
-                self._host.weights.watch(model)
-            if model is not None and (staying is None or len(staying)):
-                self._background.watch(model)
+            if model is not None:
+                self._watch(model)
             if activations == "host" and model is not None:
                 watched = Activations(model, next(model.parameters()).device)
                 weakref.finalize(self, watched.end)
-            if staying is not None and len(self._twins):
+            if self._host.weights is not None and len(self._twins):
                 # From then on what modules fetch is pinned.
                 self._background.opened()
         except BaseException:
@@ -343,6 +273,14 @@ class OffloadAdamW(AdamW):
                 self._host.weights.let_go()
             raise
         tell(start_line(self._host, self._residents, self._states, moments))
+
+    def _watch(self, model: torch.nn.Module) -> None:
+        """Has forwards of the model wait for weights, or fetch them."""
+        weights = self._host.weights
+        if weights is not None:
+            weights.watch(model)
+        if weights is None or len(weights.staying):
+            self._background.watch(model)
 
     def _names(self) -> dict[torch.Tensor, str]:
         names = [
@@ -360,91 +298,18 @@ class OffloadAdamW(AdamW):
             ValueError: an option or a parameter of the group that no step could work with; the
                 group is not added.
         """
-        super().add_param_group(self._named(param_group))
-
-    def _named(self, group: dict[str, Any]) -> dict[str, Any]:
-        """`group`, with names where a model is given and the other groups have some."""
-        if (
-            self._model is None
-            or not self.param_groups
-            or "param_names" not in self.param_groups[0]
-        ):
-            return group
-        params = group["params"]
-        params = [params] if isinstance(params, torch.Tensor) else list(params)
-        if any(not isinstance(param, torch.Tensor) for param in params):
-            return {**group, "params": params}
-        model, at = self._model(), len(self.param_groups)
-        names = {} if model is None else {id(p): name for name, p in model.named_parameters()}
-        pairs = [(names.get(id(p), f"group {at}, {n}"), p) for n, p in enumerate(params)]
-        return {**group, "params": pairs}
+        super().add_param_group(self._admission.named(param_group, self.param_groups))
 
     def _admit(self, params: list[torch.Tensor]) -> None:
         # An engine that ends takes with it what it knows of its last step.
         self._keeper.note_submitted()
-        self._let_go()
-        new = [param for param in params if param.requires_grad and param not in self._spans]
-        if new:
-            with self._host.awaited(new):
-                self._admit_new(new)
-        self._hook()
+        for param in self._admission.let_go(set(self._in_order())):
+            self._new_states.pop(param, None)
+        self._admission.admit(params, self._labelled)
 
     def _in_order(self) -> list[torch.Tensor]:
         """All parameters, as a state dict counts them."""
         return [param for group in self.param_groups for param in group["params"]]
-
-    def _admit_new(self, new: list[torch.Tensor]) -> None:
-        labels = dict(self._labelled())
-        self._host.choose(new, None if self._model is None else self._model())
-        self._host.check(new, labels)
-        residents = self._residents.choose(new, labels)
-        if self._host.weights is not None:
-            residents = self._host.weights.keep(residents)
-        try:
-            self._residents.add(residents)
-            self._admit_to_host([param for param in new if param not in self._residents])
-        except BaseException:
-            self._residents.remove(residents)
-            raise
-        self._twins.device = local(new[0]).device
-
-    def _admit_to_host(self, new: list[torch.Tensor]) -> None:
-        if not new:
-            return
-        has_engine = self._background.engine is not None
-        with self._host.announce(new, self._states, has_engine=has_engine):
-            # It is made for a fixed list of parameters.
-            self._collector.end_engine()
-            self._host.admit(new, self._states)
-
-    def _let_go(self) -> None:
-        """Frees the host memory of parameters that are in no group any more.
-
-        All but their state, as in torch's optimizers.
-        """
-        living = {param for group in self.param_groups for param in group["params"]}
-        if leaving := [param for param in self._residents if param not in living]:
-            states = self._states
-            self._residents.read(states, leaving)
-            self._residents.remove(leaving)
-            for param in leaving:
-                if state := states.get(param):
-                    # They may come back to host memory, which refuses what is no state.
-                    with contextlib.suppress(ValueError):
-                        weight = param.detach().cpu()
-                        states[param] = _state.convert(
-                            weight, state, self._moments, key=0, current=state, label="a parameter"
-                        )
-        if params := [param for param in self._twins if param not in living]:
-            # It has pinned the memory.
-            self._collector.end_engine(params)
-            # Before the twins, which hold the parameters whose ids these are: Ctrl-C may come.
-            for param in params:
-                if remove_hooks := self._hooked.pop(id(param), None):
-                    remove_hooks()
-            self._host.let_go(params, self._states)
-            for param in params:
-                self._new_states.pop(param, None)
 
     def _follow_groups(self) -> None:
         """Makes ready for what has come since groups were added, and lets go of what has gone.
@@ -454,8 +319,7 @@ class OffloadAdamW(AdamW):
         Raises:
             ValueError: one of them could not be stepped.
         """
-        params = (param for group in self.param_groups for param in group["params"])
-        self._admit(list(dict.fromkeys(params)))
+        self._admit(list(dict.fromkeys(self._in_order())))
         self._meshes = None
 
     # ---- state ----
@@ -514,30 +378,11 @@ class OffloadAdamW(AdamW):
         self.synchronize()
         self._host.take_fingerprints(self._twins, self._states)
         state_dict = super().state_dict()
-        if self._keeper.is_stepping:
-            # A signal's handler. The step goes on with what is on the device.
-            for index, param in enumerate(self._in_order()):
-                if param in self._residents and (state := state_dict["state"].get(index)):
-                    state_dict["state"][index] = self._residents.as_read(param, state)
-        if swapped is not None and swapped.volume.commits:
-            # All else is read from the volume, and not written by later steps: so are counts of
-            # parameters without elements here.
-            for index, param in enumerate(self._in_order()):
-                if param not in swapped and (state := state_dict["state"].get(index)):
-                    state_dict["state"][index] = {
-                        name: each.clone() for name, each in state.items()
-                    }
+        states = state_dict.get("state", {})
+        for index, param in enumerate(self._in_order()):
+            if state := states.get(index):
+                states[index] = self._keeper.in_state_dict(param, state)
         return state_dict
-
-    def decoded_state_dict(self) -> StateDict:
-        """As `stepwell.AdamW.decoded_state_dict`: plain fp32 moments.
-
-        Takes 8 bytes per parameter unless `moments` is "fp32".
-        """
-        if self._moments != "fp32":
-            numel = sum(local(param).numel() for param in self._twins)
-            _LOGGER.info("%.2f GiB of host memory for decoded moments", 8 * numel / GIB)
-        return super().decoded_state_dict()
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """As `stepwell.AdamW.load_state_dict`; also one that points to the volume (`saves_volume`).
@@ -629,27 +474,16 @@ class OffloadAdamW(AdamW):
         Outside of it, from its first use on, every backward is taken for the last.
         """
         context = self._collector.no_sync()
-        self._hook()
+        self._admission.hook()
         return context
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's. Waits only for copies of gradients that no step has taken."""
         with self._collector.clearing():
             if set_to_none:
-                clear_grads(param for group in self.param_groups for param in group["params"])
+                clear_grads(self._in_order())
             else:
                 super().zero_grad(set_to_none)
-
-    def _hook(self) -> None:
-        """Has autograd tell the collector when it is done with a gradient, if that wants it.
-
-        A frozen parameter takes no hook. It gets one in the first `no_sync` after it thaws.
-        """
-        if self._collector.wants_hooks:
-            for param in self._twins:
-                if id(param) not in self._hooked and param.requires_grad and _calls_hooks(param):
-                    handles = self._collector.watch(param)
-                    self._hooked[id(param)] = weakref.finalize(self, remove, handles)
 
     # ---- the step ----
 
@@ -659,12 +493,11 @@ class OffloadAdamW(AdamW):
 
         May be changed between steps.
         """
-        return self._clip_norm
+        return self._clipping.norm_max
 
     @clip_norm.setter
     def clip_norm(self, clip_norm: float | None) -> None:
-        hint = "None for no clipping"
-        self._clip_norm = optional(positive, clip_norm, "`clip_norm`", hint=hint)
+        self._clipping.norm_max = clip_norm
 
     def _step(self) -> None:
         # A look at a weight on another thread may settle what is deferred.
@@ -688,16 +521,13 @@ class OffloadAdamW(AdamW):
                     self._background.wait_for_weights()
         except BaseException:
             # Ctrl-C may have landed behind the submit, and nothing else waits for this.
-            self._leave_step()
+            self._steps.leave()
             raise
         finally:
             self._collector.reset()
         self._seconds["background"] = background
         if not is_begun:
-            self._background.discard()
-            # No forward is ahead that lands weights, so no access would be seen.
-            self._background.settle()
-            self._steps.excuse_next()
+            self._steps.skip()
 
     def _finish_last(self) -> None:
         """Waits until the last step is complete, and committed where steps are.
@@ -713,30 +543,6 @@ class OffloadAdamW(AdamW):
             if self._host.swapped is not None:
                 self._agree_on_step(found_inf=False, has_error=True)
             raise
-
-    def _leave_step(self) -> None:
-        """After an error or Ctrl-C in a step: waits for what the step would have waited for.
-
-        Another failure meanwhile is not raised here. The next call meets it again; the program
-        hears of the error that ended the step. Ctrl-C is raised when the waits have ended. They
-        cannot be left out: the program may write gradients that are still being copied.
-        """
-        self._steps.excuse_next()
-        interrupt: KeyboardInterrupt | None = None
-        while True:
-            try:
-                with contextlib.suppress(OSError, ValueError):
-                    if self._background.is_released:
-                        self._background.discard()
-                        self._background.settle()
-                    else:
-                        self._background.release()
-                    self._background.wait_for_weights()
-                break
-            except KeyboardInterrupt as caught:
-                interrupt = caught
-        if interrupt is not None:
-            raise interrupt
 
     # ---- what is decided, and what is begun ----
 
@@ -778,14 +584,14 @@ class OffloadAdamW(AdamW):
         is_first_at_lr_0 = self._is_first_at_lr_0()
         if not has_error and not found_inf:
             self._steps.decide(looked)
-            norm, written = self._norm_and_written(looked)
+            norm, written = self._steps.norm_and_written(looked)
             norm *= inverse_scale
             self.grad_norm = norm
             self._seconds = {"norm": time.perf_counter() - begin}
             is_nonfinite, is_nonzero = not math.isfinite(norm), norm != 0
             if is_apart:
                 is_nonfinite, is_nonzero = self._agree(is_nonfinite, is_nonzero)
-                self._compare_clipping(norm)
+                self._clipping.compare(norm, self._agreeing_meshes())
             facts = Facts(
                 is_nonfinite=is_nonfinite,
                 is_nonzero=is_nonzero,
@@ -809,33 +615,8 @@ class OffloadAdamW(AdamW):
             # What is new in this step is verified by it.
             known = {p: s for p, s in self._states.items() if p not in self._new_states}
             self._steps.take_up(written, looked, known)
-        self._submit(looked, inverse_scale * self._clip_coefficient(norm))
+        self._submit(looked, inverse_scale * self._clipping.coefficient(norm))
         return True
-
-    def _norm(self, looked: Looked, flag: torch.Tensor | None) -> tuple[float, bool]:
-        """The norm of the gradients, and the value of `flag`, for one wait of the thread."""
-        is_set = False
-
-        def read(scalar: torch.Tensor) -> float:
-            nonlocal is_set
-            value, is_set = self._collector.read(scalar, flag)
-            return value
-
-        place, norms = self._host.device, None
-        if isinstance(self._collector, HostCollector):
-            place = torch.device("cpu")
-            norms = self._collector.norms(looked.params, looked.grads)
-        return gradient_norm(looked.params, looked.grads, place, read=read, norms=norms), is_set
-
-    def _norm_and_written(self, looked: Looked) -> tuple[float, list[torch.Tensor]]:
-        """The norm of the gradients, and the parameters whose weights the program has written."""
-        contents = self._background.opened().contents if len(self._twins) else None
-        if contents is None:
-            return self._norm(looked, None)[0], []
-        # Another optimizer may have these weights under way.
-        wait_for(self._host.uploaded)
-        norm, is_written = self._norm(looked, contents.look())
-        return norm, contents.differing() if is_written else []
 
     def _agree_on_step(
         self, *, found_inf: bool, has_error: bool, params: Sequence[torch.Tensor] = ()
@@ -866,31 +647,6 @@ class OffloadAdamW(AdamW):
     def _put_new_states(self) -> None:
         self._host.drop_fresh(self._new_states)
         super()._put_new_states()
-
-    def _clip_coefficient(self, norm: float) -> float:
-        if self.clip_norm is None:
-            return 1.0
-        # In this order NaN gives 1: the core takes no scale that is not finite.
-        return min(1.0, self.clip_norm / (norm + CLIP_EPS))
-
-    def _compare_clipping(self, norm: float) -> None:
-        """Warns once where ranks clip pieces of one parameter differently.
-
-        All ranks that hold pieces have to call it.
-        """
-        coefficient = self._clip_coefficient(norm)
-        most, minus_least = greatest(self._agreeing_meshes(), [coefficient, -coefficient])
-        if most + minus_least <= _CLIP_TOLERANCE * most or self._has_warned_of_clipping:
-            return
-        self._has_warned_of_clipping = True
-        _LOGGER.warning(
-            "clip_norm scales gradients by %g on one rank and by %g on another, also those of "
-            "pieces of one parameter: parameters that are no DTensors have gradients of each "
-            "rank's own. hint: reduce these gradients over the ranks before step(); or shard the "
-            "parameters as well; or clip_norm=None",
-            -minus_least,
-            most,
-        )
 
     # ---- what it took ----
 
@@ -925,40 +681,3 @@ class OffloadAdamW(AdamW):
     def deferral(self) -> DeferralMetrics | None:
         """Deferred updates in the last step; None without `deferred`, and before the first step."""
         return self._steps.deferral(self.timing)
-
-
-def _labels_of(optimizer: OffloadAdamW) -> Callable[[torch.Tensor], str]:
-    """What errors call a parameter, also one that has left. Keeps no optimizer alive."""
-    known = weakref.ref(optimizer)
-
-    def label(param: torch.Tensor) -> str:
-        found = known()
-        labels = {} if found is None else dict(found._labelled())
-        return labels.get(param, f"a parameter (shape {tuple(param.shape)})")
-
-    return label
-
-
-def _reread_of(
-    optimizer: OffloadAdamW,
-) -> Callable[[Sequence[torch.Tensor]], Iterable[torch.Tensor]]:
-    """What copies written parameters to the host. Keeps no optimizer alive."""
-    known = weakref.ref(optimizer)
-
-    def reread(written: Sequence[torch.Tensor]) -> Iterable[torch.Tensor]:
-        found = known()
-        if found is None or not written:
-            return ()
-        stepped = [param for param in written if param in found._twins]
-        found._host.reread(stepped, found._states)
-        return stepped
-
-    return reread
-
-
-def _calls_hooks(param: torch.Tensor) -> bool:
-    """Whether hooks of `param` may be of use.
-
-    Not where its shards are offloaded by FSDP2, which waits for the gradients that have a hook.
-    """
-    return not is_dtensor(param) or param.device.type == param.device_mesh.device_type

@@ -1,38 +1,85 @@
-"""Which options of `OffloadAdamW` go together."""
+"""The options of `OffloadAdamW`, and which of them go together."""
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 
-from stepwell._checks import choice
+from stepwell._checks import choice, count, nbytes, optional
 from stepwell.store.deferred import Deferred
 from stepwell.store.volume import Volume
 
-__all__ = ["Accumulate", "Place", "check_options"]
+__all__ = ["Memory", "Options"]
 
-Accumulate: TypeAlias = Literal["device", "host"]
+Memory: TypeAlias = Literal["device", "host"]
+"""Where weights are between their uses, activations between forward and backward, and sums of
+gradients."""
 
-Place: TypeAlias = Literal["device", "host"]
-"""Of weights between their uses, and of activations between forward and backward."""
+
+class Options(NamedTuple):
+    """What an `OffloadAdamW` is given, beside what its parameter groups have."""
+
+    moments: str
+    weights: Memory
+    activations: Memory
+    device: torch.device | str | None
+    accumulate: Memory
+    accumulation_steps: int | None
+    deferred: Deferred | None
+    tier: Volume | None
+    host_bytes_max: int | None
+    device_bytes_max: int
+    threads: int | None
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        moments: str,
+        weights: Memory,
+        activations: Memory,
+        device: torch.device | str | None,
+        accumulate: Memory | None,
+        accumulation_steps: int | None,
+        deferred: Deferred | None,
+        tier: Volume | None,
+        host_bytes_max: int | str | None,
+        device_bytes_max: int | str,
+        threads: int | None,
+        has_model: bool,
+    ) -> Options:
+        """The options, checked, as numbers and without those that are left open.
+
+        Raises:
+            ValueError: one is not what `OffloadAdamW` takes, or two do not go together.
+        """
+        if accumulate is None:
+            accumulate = "host" if weights == "host" else "device"
+        found = cls(
+            moments=moments,
+            weights=weights,
+            activations=activations,
+            device=device,
+            accumulate=accumulate,
+            accumulation_steps=optional(count, accumulation_steps, "`accumulation_steps`"),
+            deferred=deferred,
+            tier=tier,
+            host_bytes_max=optional(nbytes, host_bytes_max, "`host_bytes_max`"),
+            device_bytes_max=nbytes(device_bytes_max, "`device_bytes_max`"),
+            threads=optional(count, threads, "`threads`"),
+        )
+        _check(found, has_model=has_model)
+        return found
 
 
-def check_options(
-    *,
-    weights: Place,
-    activations: Place,
-    device: torch.device | str | None,
-    has_model: bool,
-    accumulate: Accumulate,
-    deferred: Deferred | None,
-    tier: Volume | None,
-    device_bytes_max: int,
-) -> None:
-    """Raises ValueError for options that are not what `OffloadAdamW` takes."""
-    choice(weights, "`weights`", get_args(Place))
-    choice(activations, "`activations`", get_args(Place))
-    choice(accumulate, "`accumulate`", get_args(Accumulate))
+def _check(options: Options, *, has_model: bool) -> None:
+    """Raises ValueError for options that do not go together."""
+    weights, activations, device = options.weights, options.activations, options.device
+    accumulate, deferred, tier = options.accumulate, options.deferred, options.tier
+    choice(weights, "`weights`", get_args(Memory))
+    choice(activations, "`activations`", get_args(Memory))
+    choice(accumulate, "`accumulate`", get_args(Memory))
     if activations == "host" and not has_model:
         raise ValueError(
             "`activations` is `host` and no model is given, whose forwards make them. "
@@ -68,14 +115,14 @@ def check_options(
     if deferred is not None and tier is not None:
         _check_deferred_on_volume(deferred, tier)
     is_summed_there = accumulate == "device" or weights == "host"
-    _check_device_bytes(device_bytes_max, is_summed_there=is_summed_there, tier=tier)
+    _check_device_bytes(options.device_bytes_max, is_summed_there=is_summed_there, tier=tier)
 
 
 def _check_host_weights(
     device: torch.device | str | None,
     *,
     has_model: bool,
-    accumulate: Accumulate,
+    accumulate: Memory,
     beside: dict[str, object],
 ) -> None:
     """Raises ValueError where weights cannot lie in host memory."""

@@ -8,12 +8,11 @@ as a callable, and to measure this machine.
 | `model.py`, `families.py` | sizes of a model; tensors of dense decoders, by their `config.json` |
 | `workload.py` | what a step trains |
 | `machine.py`, `measuring.py`, `launching.py` | memories and rates: described; measured, and kept |
-| `state_bytes.py`, `activations.py` | bytes of the host; of the device |
+| `activations.py` | bytes of the device |
 | `seconds.py` | seconds of a step, and what binds |
 | `placement.py` | one placement, and what all are made from |
 | `on_device.py`, `offloaded.py`, `streamed.py`, `on_drives.py` | what each takes |
-| `placements.py` | all of them, and what the machine lacks |
-| `plans.py`, `recipe.py` | which to use; what to write |
+| `plans.py`, `recipe.py` | all of them, what the machine lacks, and which to use; what to write |
 """
 
 from stepwell.planning.machine import Machine, described

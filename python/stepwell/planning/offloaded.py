@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from stepwell import _core
+from stepwell._sizes import residents, run_bytes, state_bytes
 from stepwell.planning.placement import (
     CONTEXT_BYTES,
     RUNTIME_BYTES,
@@ -14,7 +15,6 @@ from stepwell.planning.placement import (
     timed,
 )
 from stepwell.planning.seconds import Step
-from stepwell.planning.state_bytes import run_bytes, state_bytes, step_bytes
 
 __all__ = ["deferred", "device_share", "exact", "host_of", "offloaded_step"]
 
@@ -90,12 +90,7 @@ def device_share(run: Run) -> Placement:
     model, machine = run.model, run.machine
     base = exact(run, "fp32")
     room = int((machine.gpu_memory - CONTEXT_BYTES - base.peak) * 0.98)
-    chosen, left = set(), room
-    for index, numel in enumerate(model.numels):
-        nbytes = _core.DeviceSteps.state_nbytes(numel)
-        if nbytes is not None and nbytes <= left:
-            chosen.add(index)
-            left -= nbytes
+    chosen = residents(model.numels, room)
     resident = sum(model.numels[index] for index in chosen)
     hosted = [numel for index, numel in enumerate(model.numels) if index not in chosen]
     twins = run_bytes(hosted, run.workload.itemsize)
@@ -110,7 +105,7 @@ def device_share(run: Run) -> Placement:
         found.add("compute", run.device_step(_DEVICE_STEP_BYTES, resident))
         return found
 
-    state = room - left if room > 0 else 0
+    state = sum(chosen.values())
     found = Placement(
         "device share",
         "fp32",
@@ -145,7 +140,7 @@ def deferred(run: Run) -> Placement:
     def step(tokens: float) -> Step:
         found = Step()
         passes = run.passes(tokens)
-        each, gradient = step_bytes(workload.dtype, "fp32"), workload.itemsize
+        each, gradient = run.moved_bytes("fp32"), workload.itemsize
         moved = model.num_params * ((each - gradient) / _INTERVAL + gradient)
         memory = moved / machine.host_rate
         cores = model.num_params * _DEFERRED_PASSES * machine.core_seconds["fp32"] / machine.cores

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+from stepwell._sizes import COMMIT_INTERVAL, VOLUME_BUFFERS_BYTES_MAX
 from stepwell.planning.offloaded import exact, host_of, offloaded_step
 from stepwell.planning.placement import PROCESS_BYTES, Placement, Run, moments_option, timed
 from stepwell.planning.seconds import Step
 from stepwell.planning.streamed import streamed_device, streamed_step
 
 __all__ = ["volume"]
-
-_BUFFERS_BYTES = 1 << 30  # at most, and less than half of what is left
-_COMMIT_INTERVAL = 8
 
 
 def volume(run: Run, moments: str, *, is_streamed: bool) -> Placement:
@@ -28,7 +26,7 @@ def volume(run: Run, moments: str, *, is_streamed: bool) -> Placement:
     host = host_of(run, moments, weights=is_streamed)
     state = host.pop("state")
     room = machine.host_memory - PROCESS_BYTES - sum(host.values())
-    buffers = int(min(_BUFFERS_BYTES, max(room, 0) / 2))
+    buffers = int(min(VOLUME_BUFFERS_BYTES_MAX, max(room, 0) / 2))
     in_memory = int(min(max(room - buffers, 0), state))
     on_drives = state - in_memory
     read = written = on_drives
@@ -36,7 +34,7 @@ def volume(run: Run, moments: str, *, is_streamed: bool) -> Placement:
     space = on_drives
     if commits:
         weights = workload.itemsize * model.num_params
-        written += (in_memory + weights) // _COMMIT_INTERVAL
+        written += (in_memory + weights) // COMMIT_INTERVAL
         space = 2 * (state + weights)
     drives, refused = {}, ""
     if machine.drive_rate:

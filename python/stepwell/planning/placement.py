@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+from stepwell._sizes import moved_bytes, run_bytes, state_bytes
 from stepwell.planning.activations import Activations, activations_of
 from stepwell.planning.seconds import BINDS_FROM, Passes, Step, passes_of
-from stepwell.planning.state_bytes import run_bytes, state_bytes, step_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -124,6 +124,10 @@ class Run:
         """Of the host sides of all weights, or of all gradients."""
         return run_bytes(self.model.numels, self.workload.itemsize)
 
+    def moved_bytes(self, moments: str) -> float:
+        """Per parameter of a step in host memory, and of its weight's way up, which reads it."""
+        return moved_bytes(self.workload.dtype, moments) + self.workload.itemsize
+
     def passes(self, tokens: float) -> Passes:
         """Of a micro-batch of so many tokens."""
         return passes_of(self.model, self.workload, self.machine, tokens)
@@ -131,7 +135,7 @@ class Run:
     def host_step(self, moments: str, numel: float) -> tuple[str, float]:
         """Seconds of a step of `numel` parameters in host memory, and what takes them."""
         machine = self.machine
-        memory = numel * step_bytes(self.workload.dtype, moments) / machine.host_rate
+        memory = numel * self.moved_bytes(moments) / machine.host_rate
         cores = numel * machine.core_seconds.get(moments, 0.0) / machine.cores
         return ("host memory", memory) if memory >= cores else ("host cores", cores)
 

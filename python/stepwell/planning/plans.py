@@ -1,4 +1,7 @@
-"""A plan: all placements of a run on a machine, and which to use."""
+"""A plan: all placements of a run on a machine, what each lacks there, and which to use.
+
+Bytes are those that the library takes (`stepwell._sizes`); of peers those of their documentation.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,12 @@ from typing import TYPE_CHECKING, Any
 from stepwell.planning.machine import Machine
 from stepwell.planning.measuring import machine_here
 from stepwell.planning.model import Model, model_of
-from stepwell.planning.placement import Placement
-from stepwell.planning.placements import placements
+from stepwell.planning.offloaded import deferred, device_share, exact
+from stepwell.planning.on_device import all_on_device, paged_8_bit
+from stepwell.planning.on_drives import volume
+from stepwell.planning.placement import CONTEXT_BYTES, PROCESS_BYTES, Placement, Run
 from stepwell.planning.recipe import recipe_of
+from stepwell.planning.streamed import streamed
 from stepwell.planning.workload import Workload
 
 if TYPE_CHECKING:
@@ -141,17 +147,42 @@ def plan(
 
 def plan_of(model: Model, workload: Workload, machine: Machine) -> Plan:
     """The plan of a run."""
-    found = placements(model, workload, machine)
+    found = _placements(model, workload, machine)
     short = [
         index for index, each in enumerate(found) if each.lacks.keys() == {"GPU"}
         and not each.refused
     ]  # fmt: skip
     for what, other in _smaller(workload) if short else ():
-        others = placements(model, other, machine)
+        others = _placements(model, other, machine)
         for index in short:
             if not found[index].remedy and others[index].fits:
                 found[index].remedy = what
     return Plan(model, workload, machine, found)
+
+
+def _placements(model: Model, workload: Workload, machine: Machine) -> list[Placement]:
+    """All placements, with what each takes and lacks."""
+    run = Run(model, workload, machine)
+    found = [
+        all_on_device(run),
+        paged_8_bit(run),
+        exact(run, "fp32"),
+        exact(run, "q8"),
+        device_share(run),
+        deferred(run),
+        streamed(run, "fp32"),
+        streamed(run, "q8"),
+        streamed(run, "q8", activations_on_host=True),
+        volume(run, "fp32", is_streamed=False),
+        volume(run, "q8", is_streamed=True),
+    ]
+    for placement in found:
+        lacks = {
+            "GPU": placement.peak + CONTEXT_BYTES - machine.gpu_memory,
+            "host": placement.host_total + PROCESS_BYTES - machine.host_memory,
+        }
+        placement.lacks |= {name: nbytes for name, nbytes in lacks.items() if nbytes > 0}
+    return found
 
 
 def _smaller(workload: Workload) -> Iterator[tuple[str, Workload]]:

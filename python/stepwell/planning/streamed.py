@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from stepwell._sizes import AHEAD_NUMEL, SUMS_BYTES_MAX
 from stepwell.planning.offloaded import host_of
 from stepwell.planning.placement import Placement, Run, moments_option, peak_of, timed
 from stepwell.planning.seconds import Step
@@ -11,13 +12,7 @@ from stepwell.planning.seconds import Step
 if TYPE_CHECKING:
     from stepwell.planning.machine import Machine
 
-__all__ = ["ADDER_BYTES", "AHEAD_NUMEL", "streamed", "streamed_device", "streamed_step"]
-
-AHEAD_NUMEL = 192 << 20
-"""Elements that are fetched ahead of their use (`store/host_weights.py`)."""
-ADDER_BYTES = (3 + 3) * (64 << 20) + (1 << 30)
-"""On the device, of gradients on their way to sums in host memory (`store/adder.py`): slots, those
-that wait, and those under way."""
+__all__ = ["streamed", "streamed_device", "streamed_step"]
 
 
 def streamed_step(
@@ -60,7 +55,7 @@ def streamed_device(run: Run, *, activations_on_host: bool) -> tuple[dict[str, i
     """Weights of the largest block and of what is fetched ahead, and gradients on their way."""
     itemsize, block = run.workload.itemsize, max(run.model.numels)
     live = itemsize * min(block + 2 * AHEAD_NUMEL, run.model.num_all)
-    slots = min(ADDER_BYTES, 9 * itemsize * run.model.num_params)
+    slots = min(SUMS_BYTES_MAX, 9 * itemsize * run.model.num_params)
     # Of a loss in parts the head has a sum of gradients and the next one.
     is_parted = run.workload.loss_tokens is not None
     head = itemsize * run.model.head * (2 if is_parted else 1)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
+from stepwell._sizes import SUMS_BYTES_MAX
 from stepwell.store.norm import norm_of, norms_of
 from stepwell.store.reads import Reads
 
@@ -28,18 +29,15 @@ if TYPE_CHECKING:
 
     from stepwell import _core
 
-__all__ = ["DEVICE_BYTES_MAX", "Adder", "Operation", "add", "add_to_zero", "assign"]
+__all__ = ["Adder", "Operation", "add", "add_to_zero", "assign"]
 
 _SLOTS = 3
 _SLOT_BYTES = 64 << 20
-# Two layers of 8 B parameters: with less the thread that launches waits for each layer's gradients
-# before it launches the next one, and the device for it.
-_UNDER_WAY_BYTES_MAX = 1 << 30
 # Of these each waits for its neighbours. One for each group under ZeRO, one for all without it.
 _BATCHES_MAX = 3
-
-DEVICE_BYTES_MAX = (_SLOTS + _BATCHES_MAX) * _SLOT_BYTES + _UNDER_WAY_BYTES_MAX
-"""Device memory that is taken for sums and for gradients on their way."""
+# 1 GiB, two layers of 8 B parameters: with less the thread that launches waits for each layer's
+# gradients before it launches the next one, and the device for it.
+_UNDER_WAY_BYTES_MAX = SUMS_BYTES_MAX - (_SLOTS + _BATCHES_MAX) * _SLOT_BYTES
 
 Operation: TypeAlias = "Callable[[torch.Tensor, torch.Tensor], object]"
 

@@ -19,6 +19,7 @@ import torch
 from stepwell import _core, _state
 from stepwell._budget import GIB, announce, share_of_free_bytes
 from stepwell._sharding import is_dtensor, local
+from stepwell._sizes import moments_bytes
 from stepwell._tensors import Written, check_param
 from stepwell.access.shard_guard import are_offloaded
 from stepwell.store.deferred import DeferralBytes, Extents, memory_of
@@ -73,7 +74,7 @@ class HostSide:
         self._moments = moments
         self._bytes_max = bytes_max
         self.swapped = swapped
-        # Where a volume has state, that is given a place when all parameters are known.
+        # Where a volume has state, that is given placeholders when all parameters are known.
         self._is_open = swapped is None
 
     def choose(self, params: Iterable[torch.Tensor], model: torch.nn.Module | None) -> None:
@@ -196,7 +197,7 @@ class HostSide:
         return announce(
             sum(local(param).numel() for param in params),
             state=sum(_state.nbytes(piece, self._moments) for piece in fresh),
-            moments=sum(_state.moments_nbytes(piece, self._moments) for piece in fresh),
+            moments=moments_bytes([piece.numel() for piece in fresh], self._moments),
             crossing=self.twins.nbytes(params) + deferral.pinned,
             limit=self._bytes_left(states),
             held=self._held(has_engine=has_engine),
@@ -333,9 +334,9 @@ class HostSide:
         swapped = self.swapped
         assert swapped is not None
         _state.repair_step(state, _state.step_of(state, lambda: label))
-        names = ("step", *swapped.volume.places[param].in_memory)
+        names = ("step", *swapped.volume.placeholders[param].in_memory)
         stepped = {**state, **{name: state[name].clone() for name in names}}
-        return stepped, swapped.placed(param, stepped)
+        return stepped, swapped.with_placeholders(param, stepped)
 
     def prepare_commit(
         self, stepped: Iterable[torch.Tensor], states: Mapping[torch.Tensor, _state.State]
@@ -384,7 +385,7 @@ class HostSide:
             param
             for param in others
             if self.twins[param].fresh is None
-            and not (param in states and swapped.is_place(param, states[param]))
+            and not (param in states and swapped.is_placeholder(param, states[param]))
             and not (param in states and swapped.is_as_read(param, states[param]))
         ]
         if in_memory:

@@ -37,6 +37,7 @@ import torch
 from stepwell import _core, _state
 from stepwell._budget import GIB
 from stepwell._sharding import PLAIN, is_dtensor
+from stepwell._sizes import resident_bytes, residents
 from stepwell._streams import current_stream, device_name, stream_of
 from stepwell._tensors import ordinary_tensors, view
 from stepwell.store.grad_checks import Label, gradients_of
@@ -115,24 +116,17 @@ class Residents:
     ) -> list[torch.Tensor]:
         """Those of `params`, new and checked, whose state has room on the device.
 
-        In their order, which is that of the forward: gradients of the first ones come last, and
-        their weights are needed first, so theirs is the state that a step waits for.
-
         Raises:
             ValueError: one of them is a DTensor.
         """
-        chosen, left = [], self._bytes_left
         for param in params:
             if self._bytes_max and is_dtensor(param):
                 raise ValueError(
                     f"{labels[param]} is a DTensor and `device_bytes_max` is given, expected plain "
                     "parameters. hint: device_bytes_max=0"
                 )
-            nbytes = _state_nbytes(param)
-            if nbytes is not None and nbytes <= left:
-                chosen.append(param)
-                left -= nbytes
-        return chosen
+        numels = [param.numel() for param in params]
+        return [params[index] for index in residents(numels, self._bytes_left)]
 
     def add(self, params: Sequence[torch.Tensor]) -> None:
         """Makes `params` residents, which were chosen.
@@ -145,7 +139,7 @@ class Residents:
         self._device = params[0].device
         if self._steps is None:
             self._steps = _core.DeviceSteps(device_name(self._device))
-        found = [(param, _state_nbytes(param) or 0) for param in params]
+        found = [(param, resident_bytes(param.numel()) or 0) for param in params]
         _LOGGER.info(
             "%.2f GiB of device memory for the state of %d parameters, which are stepped there",
             sum(nbytes for _, nbytes in found) / GIB,
@@ -343,11 +337,6 @@ class Residents:
             ValueError: the state is not of an Adam, or not of this parameter.
         """
         return _with_fp32_moments(param.detach().cpu(), state, label, current={})
-
-
-def _state_nbytes(param: torch.Tensor) -> int | None:
-    """Bytes of device memory for the state of a parameter; None: it cannot be a resident."""
-    return _core.DeviceSteps.state_nbytes(param.numel()) if param.numel() else None
 
 
 def _parts(memory: torch.Tensor, shape: torch.Size) -> Sequence[torch.Tensor]:

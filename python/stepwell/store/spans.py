@@ -7,7 +7,7 @@ was.
 | state | weight that is stepped | bound by |
 |---|---|---|
 | in host memory | the twin | `Spans` |
-| on a volume | the twin; places stand for the state | `Spans` |
+| on a volume | the twin; placeholders stand for the state | `Spans` |
 | in host memory, and so is the shard of FSDP2 | the shard | `Spans` |
 | on the device | the parameter | `Residents` |
 """
@@ -266,11 +266,11 @@ class Spans:
             # The step goes on in the background, and works on the state itself.
             _state.make_dense(weight, state, self._moments)
             return state, True
-        swapped.note_places()
-        if swapped.is_place(param, state):
+        swapped.note_placeholders()
+        if swapped.is_placeholder(param, state):
             return state, True
         # What is stepped has copies of them.
         self._host.take_fingerprints([param], {param: state})
-        state, placed = self._host.write_through(param, state, label)
-        looked.swapping.append((param, state, placed))
+        state, coming = self._host.write_through(param, state, label)
+        looked.swapping.append((param, state, coming))
         return state, False

@@ -67,6 +67,6 @@ for _name in (
     *("clear", "copy", "get", "pop", "popitem", "setdefault", "update"),
 ):
     setattr(StateInMemory, _name, _method(_name, of_copy=False))
-# What these give may be kept, and would see places later.
+# What these give may be kept, and would see placeholders later.
 for _name in ("__iter__", "__reversed__", "items", "keys", "values"):
     setattr(StateInMemory, _name, _method(_name, of_copy=True))

@@ -18,8 +18,9 @@ from stepwell import _core, _state
 from stepwell._budget import GIB
 from stepwell._notices import tell
 from stepwell._sharding import local
+from stepwell._sizes import VOLUME_BUFFERS_BYTES_MAX
 from stepwell._tensors import view
-from stepwell.store.places import MASTER, Places, lay_out
+from stepwell.store.placeholders import MASTER, Placeholders, lay_out
 from stepwell.store.sharded_volume import RUN_OF_ONE, close, explain, open_together
 from stepwell.store.tuning import shape_of
 
@@ -35,7 +36,6 @@ _Key = TypeVar("_Key")
 
 _LOGGER = logging.getLogger(__name__)
 
-_BUFFERS_BYTES_MAX = 1 << 30
 MEMORY_PER_BUFFERS = 2
 """Buffers take at most one part in so many of the memory for state and buffers."""
 
@@ -44,8 +44,8 @@ class StateVolume(Generic[_Key]):
     """The state of some tensors, on a volume.
 
     Attributes:
-        core: what the engine steps; None: all state fits into memory, or none was placed yet.
-        places: where the weight of each is, and its state, in their order.
+        core: what the engine steps; None: all state fits into memory, or none was laid out yet.
+        placeholders: where the weight of each is, and its state, in their order.
         ranks: those whose volumes are of one run; None: this one's is.
 
     Args:
@@ -60,7 +60,7 @@ class StateVolume(Generic[_Key]):
     ) -> None:
         self.options = options
         self.core: _core.Swap | None = None
-        self.places: dict[_Key, Places] = {}
+        self.placeholders: dict[_Key, Placeholders] = {}
         self.ranks: Ranks | None = None
         self._limit, self._workers, self._resized_by = limit, workers, resized_by
         self._addresses: _core.AddressSpace
@@ -110,11 +110,13 @@ class StateVolume(Generic[_Key]):
 
     # ---- the beginning ----
 
-    def place(self, make: Callable[[_state.Allocate], dict[_Key, Places]], host_bytes: int) -> int:
-        """Gives places to what may be on the volume, of which some may be taken out then.
+    def lay_out(
+        self, make: Callable[[_state.Allocate], dict[_Key, Placeholders]], host_bytes: int
+    ) -> int:
+        """Gives placeholders to what may be on the volume, of which some may be taken out then.
 
         Args:
-            make: makes them, as `places.lay_out` has it.
+            make: makes them, as `placeholders.lay_out` has it.
             host_bytes: for state and buffers.
 
         Returns:
@@ -123,8 +125,8 @@ class StateVolume(Generic[_Key]):
         Raises:
             ValueError: there is not even the memory for buffers.
         """
-        self._addresses, self.places = lay_out(make)
-        self._buffers_nbytes_max = min(host_bytes // MEMORY_PER_BUFFERS, _BUFFERS_BYTES_MAX)
+        self._addresses, self.placeholders = lay_out(make)
+        self._buffers_nbytes_max = min(host_bytes // MEMORY_PER_BUFFERS, VOLUME_BUFFERS_BYTES_MAX)
         buffers = _core.swap_buffers_nbytes(
             [os.fspath(path) for path in self.options.paths],
             self._tensors(),
@@ -150,14 +152,14 @@ class StateVolume(Generic[_Key]):
         """Makes the volume, or finds it again. Collective where there are `ranks`.
 
         Args:
-            choose: calls `place`. Gives what is there, in words, for a volume of others is not
+            choose: calls `lay_out`. Gives what is there, in words, for a volume of others is not
                 resumed, and bytes of memory for some of it; None: this rank needs no volume.
             weight: gives the host side of a weight.
             rank: of this process, a part of the volume's name; None: it is the only one.
 
         Raises:
-            ValueError: as `place`; an option cannot work; the volume is of others, or those of the
-                ranks are not of one run.
+            ValueError: as `lay_out`; an option cannot work; the volume is of others, or those of
+                the ranks are not of one run.
             OSError: a drive is full, or cannot be used; or another rank has failed.
         """
         self._weight = weight
@@ -166,7 +168,7 @@ class StateVolume(Generic[_Key]):
             chosen = choose()
             if chosen is None:
                 return None
-            self._numbers = {key: number for number, key in enumerate(self.places)}
+            self._numbers = {key: number for number, key in enumerate(self.placeholders)}
             try:
                 return self._made(*chosen, rank, step, run)
             except ValueError as error:
@@ -217,7 +219,7 @@ class StateVolume(Generic[_Key]):
             swap = make(keep=volume.is_kept, resume=volume.resume)
         except FileExistsError as error:
             raise _is_there(error, drives, name, make) from None
-        nbytes = sum(_state.nbytes_of(places.state) for places in self.places.values())
+        nbytes = sum(_state.nbytes_of(each.state) for each in self.placeholders.values())
         _LOGGER.info(
             "volume `%s`: %.2f GiB of state on %d drives; %.2f GiB of it and %.2f GiB of buffers "
             "in host memory",
@@ -230,19 +232,19 @@ class StateVolume(Generic[_Key]):
         return swap
 
     def _tensors(self) -> list[_core.AdamTensor]:
-        return [self._tensor(key, places.state) for key, places in self.places.items()]
+        return [self._tensor(key, each.state) for key, each in self.placeholders.items()]
 
     def _tensor(self, key: _Key, state: _state.State) -> _core.AdamTensor:
         """What the core knows state by, where it is in `state`."""
-        weight, placed, *_ = self.places[key]
-        runs = {name: local(state[name]) for name in placed}
+        weight, own, *_ = self.placeholders[key]
+        runs = {name: local(state[name]) for name in own}
         if MASTER not in runs:
             return _state.adam_tensor(weight, runs)
-        weight_out = view(weight) if state is placed else self._weight(key)
+        weight_out = view(weight) if state is own else self._weight(key)
         return _state.adam_tensor(runs.pop(MASTER), runs, weight_out=weight_out)
 
     def _packed(self) -> list[int]:
-        return [number for number, each in enumerate(self.places.values()) if each.is_packed]
+        return [number for number, each in enumerate(self.placeholders.values()) if each.is_packed]
 
     def close(self) -> None:
         """Ends a volume from which the optimizer cannot begin; a resumed one stays."""

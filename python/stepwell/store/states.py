@@ -1,8 +1,8 @@
 """The states of an optimizer's parameters, wherever they are, after the last step.
 
 `own` is what torch's optimizer has in its `__dict__` as `state`. What is on a volume or on the
-device is a place in it, until a program asks: then it is read into host memory, and the next step
-takes it up again.
+device has a stand-in there, until a program asks: then it is read into host memory, and the next
+step takes it up again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from stepwell.store.state_in_memory import StateInMemory
 
 if TYPE_CHECKING:
     from collections import defaultdict
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     import torch
 
@@ -118,6 +118,25 @@ class States:
                 # It may be kept, and put back beside the weights of now.
                 self._host.take_fingerprints(self._host.twins, states)
             return states
+
+    def in_state_dict(self, param: torch.Tensor, state: _state.State) -> _state.State:
+        """The state of a parameter, as a state dict has it, which later steps leave alone."""
+        if self.is_stepping and param in self._residents:
+            # A signal's handler. The step goes on with what is on the device.
+            return self._residents.as_read(param, state)
+        swapped = self._host.swapped
+        if swapped is not None and swapped.volume.commits and param not in swapped:
+            # All else is read from the volume, and not written by later steps: so are counts of
+            # parameters without elements here.
+            return {name: each.clone() for name, each in state.items()}
+        return state
+
+    def reread(self, written: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Copies parameters to the host that the program has written; returns those with one."""
+        stepped = [param for param in written if param in self._host.twins]
+        if written:
+            self._host.reread(stepped, self.settled())
+        return stepped
 
     def note_submitted(self) -> None:
         """Has states and fingerprints be those behind the last step that has begun."""

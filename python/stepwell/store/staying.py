@@ -22,7 +22,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from stepwell._budget import GIB
-from stepwell.store.adder import DEVICE_BYTES_MAX
+from stepwell._sizes import AHEAD_NUMEL, SUMS_BYTES_MAX
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -32,10 +32,6 @@ if TYPE_CHECKING:
 __all__ = ["Kept", "Staying"]
 
 _LOGGER = logging.getLogger(__name__)
-
-# Of weights that are fetched ahead of their use: some milliseconds of a bus. With twice as many a
-# forward and backward of 8 B parameters took 2 % less.
-_AHEAD_NUMEL = 192 << 20
 
 
 class Kept(NamedTuple):
@@ -60,7 +56,7 @@ class Staying:
         # What has no shape yet is refused where it is admitted.
         found: list[Any] = [*model.parameters()]
         params: list[Parameter] = _inwards([param for param in found if not is_lazy(param)])
-        left = bytes_max - (DEVICE_BYTES_MAX if device.type == "cuda" else 0)
+        left = bytes_max - (SUMS_BYTES_MAX if device.type == "cuda" else 0)
 
         def needed(num: int) -> int:
             away = params[num:]
@@ -74,7 +70,7 @@ class Staying:
         away = params[num:]
         self.block_numel = _block_numel(model, away)
         """Elements of the largest block of the model, of what does not stay."""
-        self.ahead_numel_max = _AHEAD_NUMEL
+        self.ahead_numel_max = AHEAD_NUMEL
         """How many elements are fetched ahead of their use."""
         self.live_numel_max = _fetched_numel(self.block_numel)
         """With how many elements on the device nothing is fetched ahead."""
@@ -153,7 +149,7 @@ def _itemsize(params: Sequence[Parameter]) -> int:
 
 def _fetched_numel(block_numel: int) -> int:
     """How many elements are fetched to the device at most, where the largest block has so many."""
-    return 2 * (block_numel + _AHEAD_NUMEL)
+    return 2 * (block_numel + AHEAD_NUMEL)
 
 
 def _block_numel(model: torch.nn.Module, params: Sequence[Parameter]) -> int:

@@ -1,4 +1,4 @@
-"""How a step begins that was decided on: what of it is deferred, and what goes with it.
+"""A step before and behind the decision on it: its norm, what of it is deferred, how it begins.
 
 Where updates are deferred, `deferred_steps` says which steps are. It does so before the norm, whose
 wait scores of channels share. They are chosen when the step begins, which may have become exact.
@@ -6,15 +6,18 @@ wait scores of channels share. They are chosen when the step begins, which may h
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING
 
 import torch
 
 from stepwell._sharding import is_dtensor, piece_of
 from stepwell._streams import current_stream
+from stepwell.access.writes import wait_for
 from stepwell.store.deferred_steps import DeferralMetrics, DeferredSteps, StepKind
 from stepwell.store.engine import Submitted
 from stepwell.store.host_collector import HostCollector
+from stepwell.store.norm import gradient_norm
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -52,10 +55,45 @@ class Steps:
         # What was decided of the coming step.
         self._kind = StepKind.EXACT
 
-    def excuse_next(self) -> None:
+    # ---- a step that is not taken ----
+
+    def skip(self) -> None:
+        """The step that was looked at is not taken. The next one is exact for that."""
+        self._background.discard()
+        # No forward is ahead that lands weights, so no access would be seen.
+        self._background.settle()
+        self._excuse_next()
+
+    def leave(self) -> None:
+        """After an error or Ctrl-C in a step: waits for what the step would have waited for.
+
+        Another failure meanwhile is not raised here. The next call meets it again; the program
+        hears of the error that ended the step. Ctrl-C is raised when the waits have ended. They
+        cannot be left out: the program may write gradients that are still being copied.
+        """
+        self._excuse_next()
+        interrupt: KeyboardInterrupt | None = None
+        while True:
+            try:
+                with contextlib.suppress(OSError, ValueError):
+                    if self._background.is_released:
+                        self._background.discard()
+                        self._background.settle()
+                    else:
+                        self._background.release()
+                    self._background.wait_for_weights()
+                break
+            except KeyboardInterrupt as caught:
+                interrupt = caught
+        if interrupt is not None:
+            raise interrupt
+
+    def _excuse_next(self) -> None:
         """The next step is exact for what this one was, not for a look at a weight."""
         if self._chooser is not None:
             self._chooser.excuse()
+
+    # ---- a step that is decided on ----
 
     def decide(self, looked: Looked) -> None:
         """Decides whether the step is deferred, and scores channels of which some may be selected.
@@ -80,6 +118,31 @@ class Steps:
             selector.score(*looked.hosted, None)
         else:
             selector.score([], [], None)
+
+    def norm_and_written(self, looked: Looked) -> tuple[float, list[torch.Tensor]]:
+        """The norm of the gradients, and the parameters whose weights the program has written."""
+        contents = self._background.opened().contents if len(self._host.twins) else None
+        if contents is None:
+            return self._norm(looked, None)[0], []
+        # Another optimizer may have these weights under way.
+        wait_for(self._host.uploaded)
+        norm, is_written = self._norm(looked, contents.look())
+        return norm, contents.differing() if is_written else []
+
+    def _norm(self, looked: Looked, flag: torch.Tensor | None) -> tuple[float, bool]:
+        """The norm of the gradients, and the value of `flag`, for one wait of the thread."""
+        is_set = False
+
+        def read(scalar: torch.Tensor) -> float:
+            nonlocal is_set
+            value, is_set = self._collector.read(scalar, flag)
+            return value
+
+        place, norms = self._host.device, None
+        if isinstance(self._collector, HostCollector):
+            place = torch.device("cpu")
+            norms = self._collector.norms(looked.params, looked.grads)
+        return gradient_norm(looked.params, looked.grads, place, read=read, norms=norms), is_set
 
     def take_up(
         self,

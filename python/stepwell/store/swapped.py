@@ -1,10 +1,10 @@
 """State of parameters on a volume: which parameters' it is, what stands for it, how it is read.
 
-In the optimizer's state a tensor that is on the volume is a *place*: a tensor at addresses that
-nothing is at, which only names what the core has (`Place`). No code outside of a step meets one: a
-program that asks for `state` gets tensors in memory, with copies of what the volume has
-(`Swapped.read`). The step after that goes on from those tensors, and the places stand for the state
-again. So a state dict is a snapshot, and what is written to `state`, or loaded, counts.
+In the optimizer's state a `Placeholder` stands for a tensor that is on the volume, and only names
+what the core has. No code outside of a step meets one: a program that asks for `state` gets tensors
+in memory, with copies of what the volume has (`Swapped.read`). The step after that goes on from
+those tensors, and placeholders stand for the state again. So a state dict is a snapshot, and what
+is written to `state`, or loaded, counts.
 
 Fingerprints, of which a parameter has 4 bytes per 65,536 elements, stay in memory.
 """
@@ -23,7 +23,7 @@ from stepwell import _core, _state
 from stepwell._budget import GIB
 from stepwell._sharding import cut_of, like, local, meshes
 from stepwell._tensors import view
-from stepwell.store.places import Places
+from stepwell.store.placeholders import Placeholders
 from stepwell.store.sharded_volume import agree_on_counts, ranks_of
 from stepwell.store.state_volume import StateVolume
 from stepwell.store.volume_end import end_with
@@ -59,8 +59,8 @@ class Swapped:
         )
         self._moments = moments
         self.num_noted = 0
-        """How often state may have become places."""
-        # The `num_noted` of the last look at the state, which has left no place.
+        """How often state may have become placeholders."""
+        # The `num_noted` of the last look at the state, which has left no placeholder.
         self._looked_at: int | None = None
         # Of state that was read: its tensors, which are not kept alive, with their versions.
         self._as_read: dict[torch.Tensor, dict[str, tuple[weakref.ref[torch.Tensor], int]]] = {}
@@ -135,16 +135,18 @@ class Swapped:
         if sum(sizes.values()) <= host_bytes and not self.volume.commits:
             _LOGGER.info("all state fits into host memory, and no volume is made")
             return None
-        left, places = self.place(weights, host_bytes), self.volume.places
+        left, placeholders = self.lay_out(weights, host_bytes), self.volume.placeholders
         for param in [] if self.volume.commits else self._first_fit(sizes, left):
             left -= sizes[param]
-            del places[param]
+            del placeholders[param]
         # Fingerprints and codes are of a shard: this rank's rows.
-        identity = [(names.get(param), tuple(param.shape), *cut_of(param)) for param in places]
+        identity = [
+            (names.get(param), tuple(param.shape), *cut_of(param)) for param in placeholders
+        ]
         return repr(identity), left
 
-    def place(self, weights: Mapping[torch.Tensor, torch.Tensor], host_bytes: int) -> int:
-        """Gives state its places. Returns what buffers leave for it of `host_bytes` of memory.
+    def lay_out(self, weights: Mapping[torch.Tensor, torch.Tensor], host_bytes: int) -> int:
+        """Gives state placeholders. Returns what buffers leave for it of `host_bytes` of memory.
 
         Args:
             weights: of all parameters with elements, in their order.
@@ -154,12 +156,12 @@ class Swapped:
             ValueError: there is not even the memory for buffers.
         """
 
-        def made(weight: torch.Tensor, memory: _state.Allocate) -> Places:
+        def made(weight: torch.Tensor, memory: _state.Allocate) -> Placeholders:
             piece = local(weight)
             own = memory(piece.numel(), piece.dtype)
-            return Places.of(own, _state.placed(weight, self._moments, memory))
+            return Placeholders.of(own, _state.placed(weight, self._moments, memory))
 
-        return self.volume.place(
+        return self.volume.lay_out(
             lambda memory: {param: made(weight, memory) for param, weight in weights.items()},
             host_bytes,
         )
@@ -173,7 +175,9 @@ class Swapped:
         found = []
         for is_small in (True, False):
             for param, size in sizes.items():
-                if (self.volume.places[param].weight.numel() < _core.CHUNK_LEN) is not is_small:
+                if (
+                    self.volume.placeholders[param].weight.numel() < _core.CHUNK_LEN
+                ) is not is_small:
                     continue
                 if size > nbytes:
                     break
@@ -192,7 +196,7 @@ class Swapped:
         own_counts = self.volume.counts
         if own_counts is None:
             return {}
-        self.note_places()
+        self.note_placeholders()
         states: dict[torch.Tensor, Any] = {}
         ranks = self.volume.ranks
         with contextlib.nullcontext() if ranks is None else ranks.awaited():
@@ -215,7 +219,7 @@ class Swapped:
         return states
 
     def _resumed(self, param: torch.Tensor, weight: torch.Tensor) -> _state.State:
-        """The places of the state of a parameter, whose `weight` is read from the volume."""
+        """The placeholders of the state of a parameter, whose `weight` is read from the volume."""
         self.volume.read_weights(param)
         state = self.fresh(param)
         _state.take_fingerprints(weight, state, self._moments)
@@ -224,26 +228,27 @@ class Swapped:
     # ---- state ----
 
     def fresh(self, param: torch.Tensor) -> _state.State:
-        """The places of the state of `param`, as a state that was never stepped."""
-        places = self.volume.places[param]
-        return {"step": _state.step_tensor(0), **places.state, **places.in_memory}
+        """The placeholders of the state of `param`, as a state that was never stepped."""
+        found = self.volume.placeholders[param]
+        return {"step": _state.step_tensor(0), **found.state, **found.in_memory}
 
-    def is_place(self, param: torch.Tensor, state: _state.State) -> bool:
+    def is_placeholder(self, param: torch.Tensor, state: _state.State) -> bool:
         """Whether `state`, of `param`, is on the volume."""
-        places = self.volume.places[param].state if param in self.volume.places else {}
-        return bool(places) and all(state.get(name) is each for name, each in places.items())
+        known = self.volume.placeholders
+        own = known[param].state if param in known else {}
+        return bool(own) and all(state.get(name) is each for name, each in own.items())
 
-    def placed(self, param: torch.Tensor, state: _state.State) -> _state.State:
+    def with_placeholders(self, param: torch.Tensor, state: _state.State) -> _state.State:
         """`state`, of `param`, once a step has written it to the volume."""
         self._as_read.pop(param, None)
-        return {**state, **self.volume.places[param].state}
+        return {**state, **self.volume.placeholders[param].state}
 
-    def note_places(self) -> None:
-        """The optimizer's state may have places from now on, or once a step is submitted."""
+    def note_placeholders(self) -> None:
+        """The optimizer's state may have placeholders from now on, or once a step is submitted."""
         self.num_noted += 1
 
     def read(self, states: dict[torch.Tensor, _state.State], settled_at: int | None = None) -> None:
-        """Replaces places in `states` by memory with what the volume has.
+        """Replaces placeholders in `states` by memory with what the volume has.
 
         Args:
             states: those of the optimizer.
@@ -256,8 +261,8 @@ class Swapped:
         """
         if self._looked_at == self.num_noted:
             return
-        found = [param for param, state in states.items() if self.is_place(param, state)]
-        nbytes = sum(_state.nbytes_of(self.volume.places[param].state) for param in found)
+        found = [param for param, state in states.items() if self.is_placeholder(param, state)]
+        nbytes = sum(_state.nbytes_of(self.volume.placeholders[param].state) for param in found)
         free = _core.free_memory_bytes()
         if free is not None and nbytes > free:
             raise ValueError(
@@ -269,8 +274,8 @@ class Swapped:
             said = "%.2f GiB of host memory for state that is read from the volume"
             _LOGGER.info(said, nbytes / GIB)
         for param in found:
-            places = self.volume.places[param].state
-            memory = {name: _memory_like(place) for name, place in places.items()}
+            own = self.volume.placeholders[param].state
+            memory = {name: _memory_like(each) for name, each in own.items()}
             state = {**states[param], **memory}
             self.volume.read(param, state)
             states[param] = state
@@ -293,6 +298,6 @@ class Swapped:
         )
 
 
-def _memory_like(place: torch.Tensor) -> torch.Tensor:
-    piece = local(place)
-    return like(place, _state.zeros(piece.numel(), piece.dtype).view(piece.shape))
+def _memory_like(placeholder: torch.Tensor) -> torch.Tensor:
+    piece = local(placeholder)
+    return like(placeholder, _state.zeros(piece.numel(), piece.dtype).view(piece.shape))

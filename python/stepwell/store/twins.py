@@ -26,6 +26,7 @@ import torch
 
 from stepwell import _core, _state
 from stepwell._sharding import like, local
+from stepwell._sizes import TWIN_ALIGN_BYTES
 from stepwell._tensors import tensor_on, view
 
 if TYPE_CHECKING:
@@ -33,9 +34,6 @@ if TYPE_CHECKING:
 
 
 __all__ = ["Twin", "Twins", "laid_out"]
-
-# Of every tensor in a buffer: what the widest vectors and the device's copies like.
-_ALIGN_BYTES = 64
 
 
 @dataclass(slots=True, eq=False)
@@ -86,7 +84,7 @@ class Twin:
 
 
 def laid_out(
-    pieces: Sequence[torch.Tensor], align_bytes: int = _ALIGN_BYTES
+    pieces: Sequence[torch.Tensor], align_bytes: int = TWIN_ALIGN_BYTES
 ) -> tuple[_core.Buffer, list[torch.Tensor], list[tuple[int, int]]]:
     """Memory for plain tensors.
 
@@ -125,7 +123,7 @@ class Twins:
     """
 
     def __init__(self, *, have_gradients: bool = True, is_paged: bool = False) -> None:
-        self._align_bytes = mmap.PAGESIZE if is_paged else _ALIGN_BYTES
+        self._align_bytes = mmap.PAGESIZE if is_paged else TWIN_ALIGN_BYTES
         # By the parameter's id, as what the step, the gate and hooks have: the hash of a tensor is
         # a function in Python. While a parameter has a twin, that holds it, and its id is its own.
         self._twins: dict[int, Twin] = {}

@@ -11,17 +11,12 @@ from typing import Any, Literal, TypeAlias, get_args
 from stepwell import _core
 from stepwell._checks import choice, count, counts, flag, optional, positive
 from stepwell._option_names import named_options
+from stepwell._sizes import COMMIT_INTERVAL
 
 __all__ = ["Durability", "Volume"]
 
 Durability: TypeAlias = Literal["commit", "none"]
 IoEngine: TypeAlias = Literal["auto", "io_uring", "positional"]
-
-# With q8 moments a commit takes a quarter of a step longer: every eighth step, that is 3 % of the
-# run, and a crash costs seven steps at most. The interval that loses least time, sqrt(2 * cost *
-# time between failures) (J. W. Young, 1974, "A first order approximation to the optimum checkpoint
-# interval"), is longer: 90 steps of 5 s where a machine fails once a day.
-_COMMIT_INTERVAL = 8
 
 _SECONDS_MAX = 1e9
 
@@ -160,7 +155,7 @@ class Volume:
     @property
     def steps_per_commit(self) -> int:
         """The `commit_interval`, given or not."""
-        return _COMMIT_INTERVAL if self.commit_interval is None else self.commit_interval
+        return COMMIT_INTERVAL if self.commit_interval is None else self.commit_interval
 
     @property
     def is_kept(self) -> bool:

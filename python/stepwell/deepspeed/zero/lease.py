@@ -1,6 +1,6 @@
 """What a program has of a partition's state on a volume: tensors whose use brings it into memory.
 
-They are stand-ins (`stepwell.access.stand_ins`), at the places of that state. Their first use
+They are stand-ins (`stepwell.access.stand_ins`), at the placeholders of that state. Their first use
 brings the state of the partition into memory, and every use is one of that memory; so DeepSpeed's
 accessors, checkpoints and loaders need not know of it. The next step goes on from that memory and
 writes it to the volume. So what is written to such tensors counts. From then on a use brings the
@@ -22,7 +22,7 @@ import torch
 
 from stepwell.access import stand_ins
 from stepwell.deepspeed.zero.mapped import MappedState
-from stepwell.store.places import MASTER
+from stepwell.store.placeholders import MASTER
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -51,7 +51,7 @@ class Lease:
         tensors: what is on the volume, by name: moments, trailing bits, the master.
 
     Args:
-        volume: has the state, which has its places there.
+        volume: has the state, which has placeholders there.
         group: the partition's number.
         partition: the partition.
         brought: of all partitions.
@@ -69,13 +69,13 @@ class Lease:
     ) -> None:
         self._volume, self._group, self._numel = volume, group, partition.weight.numel()
         self._brought, self._between_steps = brought, between_steps
-        _, self._places, self._in_memory, _ = volume.places[group]
+        _, self._placeholders, self._in_memory, _ = volume.placeholders[group]
         self.tensors = {
-            name: partition.master if name == MASTER else _empty(place.dtype)
-            for name, place in self._places.items()
+            name: partition.master if name == MASTER else _empty(each.dtype)
+            for name, each in self._placeholders.items()
         }
         for name, tensor in self.tensors.items():
-            stand_ins.begin(tensor, self._places[name], _Tensor(self, name))
+            stand_ins.begin(tensor, self._placeholders[name], _Tensor(self, name))
         # What of them the optimizer has.
         self._own = {name: each for name, each in self.tensors.items() if name != MASTER}
         # Of the master: other code has them.
@@ -123,14 +123,14 @@ class Lease:
     def runs(self, runs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """What the coming step works with: of the state that `known` gave, and the master.
 
-        Each is where it is in memory; or at its place, where all of it is away.
+        Each is where it is in memory; or at its placeholder, where all of it is away.
 
         Args:
             runs: what it works with of the state, by the core's names.
         """
         if MASTER in self.tensors:
             runs = {**runs, MASTER: self.tensors[MASTER]}
-        memory = self._places if self.is_away else self._brought.memories[self._group].tensors
+        memory = self._placeholders if self.is_away else self._brought.memories[self._group].tensors
         where = {id(tensor): memory[name] for name, tensor in self.tensors.items()}
         return {name: where.get(id(run), run).detach() for name, run in runs.items()}
 
@@ -142,11 +142,11 @@ class Lease:
         Args:
             runs: first element and number of elements of each.
         """
-        place, self._pieces = self._places[MASTER], []
+        whole, self._pieces = self._placeholders[MASTER], []
         for begin, numel in runs:
-            piece = _empty(place.dtype)
+            piece = _empty(whole.dtype)
             source = _Piece(self, begin, numel)
-            stand_ins.begin(piece, place.narrow(0, begin, numel), source)
+            stand_ins.begin(piece, whole.narrow(0, begin, numel), source)
             self._pieces.append(piece)
         return list(self._pieces)
 
@@ -174,7 +174,7 @@ class Lease:
             OSError: as `all`.
         """
         # Codes and scales.
-        if self._places[name].numel() != self._numel:
+        if self._placeholders[name].numel() != self._numel:
             return None
         whole = self._bring(begin, begin + numel, is_lent=False).tensors[name]
         return whole.detach().narrow(0, begin, numel)
@@ -187,7 +187,7 @@ class Lease:
         with self._between_steps():
             memory = self._brought.memories.get(self._group)
             if memory is None:
-                memory = MappedState(self._volume.options.paths, self._places, self._numel)
+                memory = MappedState(self._volume.options.paths, self._placeholders, self._numel)
                 self._brought.memories[self._group] = memory
             memory.bring(begin, end, partial(self._volume.read, self._group, memory.tensors))
             memory.is_lent |= is_lent

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from stepwell.deepspeed.seams import Place
+    from stepwell.deepspeed.seams import Fillable
 
 __all__ = ["SEAMS"]
 
@@ -261,7 +261,7 @@ _CLASSES = {
 }
 _PLACES = {"OffloadZeroOptimizer": _stage_1_2, "OffloadZeroOptimizerStage3": _stage_3}
 
-SEAMS: tuple[Place, ...] = (
+SEAMS: tuple[Fillable, ...] = (
     Attribute(
         "offload engine, plan",
         _ENGINE,

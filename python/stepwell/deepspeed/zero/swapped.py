@@ -23,7 +23,7 @@ from stepwell._tensors import view
 from stepwell.access.descriptive import without_waiting
 from stepwell.deepspeed.zero.lease import Brought, Lease
 from stepwell.ranks.collective import Ranks
-from stepwell.store.places import MASTER, Places
+from stepwell.store.placeholders import MASTER, Placeholders
 from stepwell.store.sharded_volume import agree_on_counts
 from stepwell.store.state_volume import StateVolume
 from stepwell.store.volume_end import end_with
@@ -112,7 +112,7 @@ class SwappedPartitions:
             except BaseException:
                 volume.close()
                 raise
-        for group in volume.places:
+        for group in volume.placeholders:
             partition = partitions[group]
             self.leases[group] = Lease(
                 volume, group, partition, self._brought, between_steps=between_steps
@@ -137,19 +137,19 @@ class SwappedPartitions:
             )
             return None
 
-        def made(partition: Partition, memory: _state.Allocate) -> Places:
+        def made(partition: Partition, memory: _state.Allocate) -> Placeholders:
             numel = partition.weight.numel()
             weight = memory(numel, partition.weight.dtype)
             if not partition.is_rounded:
-                return Places.of(weight, self._new_state(weight, memory))
+                return Placeholders.of(weight, self._new_state(weight, memory))
             master = memory(numel, partition.master.dtype)
             state = {**self._new_state(master, memory), MASTER: master}
             # Offloaded weights are the program's, which may write them.
             is_packed = weight.dtype == torch.bfloat16 and not partition.is_offloaded
-            return Places.of(weight, state, is_packed=is_packed)
+            return Placeholders.of(weight, state, is_packed=is_packed)
 
         stepped = {group: each for group, each in enumerate(partitions) if each.weight.numel()}
-        left = self.volume.place(
+        left = self.volume.lay_out(
             lambda memory: {group: made(each, memory) for group, each in stepped.items()},
             host_bytes,
         )
