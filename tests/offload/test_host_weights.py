@@ -297,6 +297,15 @@ def replaces_data(net, optimizer, step, kept):
         net.head.weight.data = torch.full_like(net.head.weight, 0.01)
 
 
+def replaces_data_in_a_graph(net, optimizer, step, kept):
+    """A weight with new memory is saved, and stays."""
+    weight = net.head.weight
+    kept["graph"] = weight.sum()
+    weight.data = weight.data * 0.9
+    saved = net.state_dict()["head.weight"].clone()
+    return saved, weight.detach().clone()
+
+
 def freezes(net, optimizer, step, kept):
     net.layers[0].requires_grad_(step % 2 == 1)
 
@@ -327,7 +336,7 @@ def saves_the_model(net, optimizer, step, kept):
 
 
 THEN = [clamps, scales, averages, evaluates, holds_views, replaces_data, freezes, goes_back]
-THEN += [saves_the_model]
+THEN += [saves_the_model, replaces_data_in_a_graph]
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -537,7 +537,7 @@ def test_what_does_not_go_with_weights_in_host_memory_is_refused():
             {"weights": "host", "deferred": stepwell.Deferred()},
             "`deferred` is `Deferred.*expected it to be left out",
         ),
-        ({"weights": "host", "device": "nowhere"}, "`device` is `nowhere`"),
+        ({"weights": "host", "device": "nowhere"}, "`device` is `nowhere`.*device string: nowhere"),
         ({"device": "cpu"}, "`device` is `cpu` and `weights` is `device`"),
     ]:
         with pytest.raises(ValueError, match=why):

@@ -135,8 +135,10 @@ def _check_host_weights(
     try:
         torch.empty(0, device="cpu" if device is None else device)
     except (RuntimeError, AssertionError, TypeError) as error:
+        reason = str(error).partition("\n")[0]
         raise ValueError(
-            f"`device` is `{device}`, expected one that torch can use here. hint: device='cuda'"
+            f"`device` is `{device}`, expected one that torch can use here, which says `{reason}`. "
+            "hint: device='cuda', with a torch that sees the GPU"
         ) from error
     if not has_model:
         raise ValueError(

@@ -128,6 +128,13 @@ class HostWeight:
                     "model.to() of another device; model.state_dict() has host memory"
                 )
 
+    def put_back(self) -> None:
+        """The parameter is on its own storage again, with what the host has."""
+        # Where it has no bytes it is about to leave.
+        if self.view.untyped_storage().nbytes():
+            self.view.copy_(self.source)
+        self.param.data = self.view
+
     @property
     def is_in_graph(self) -> bool:
         """Whether a node of autograd's graph is left that was made of its use."""

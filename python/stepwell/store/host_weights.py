@@ -406,7 +406,7 @@ class HostWeights:
                 if id(weight.param) not in known:
                     weight.source.copy_(weight.param)
                 if weight.is_replaced:
-                    weight.param.data = weight.view
+                    weight.put_back()
                 weight.note_taken()
 
     # ---- steps ----

@@ -99,7 +99,8 @@ class GradMarker(torch.Tensor):
                         "a gradient is changed that is in host memory (`accumulate` is `host`), "
                         f"by `{func.__name__}`. hint: clear it by zero_grad() or zero_(); clip by "
                         "the optimizer's clip_norm (Trainer: stepwell.offload.offload_trainer), "
-                        "which needs no GradScaler.unscale_(); for all else accumulate='device'"
+                        "which needs no GradScaler.unscale_(); for all else accumulate='device', "
+                        "and so weights='device'"
                     )
             result = func(*args, **kwargs)
             for marker in changed:
