@@ -33,6 +33,8 @@ class Weight:
     def discard(self):
         pass
 
+    rest = resume = discard
+
     def drop(self):
         self.param.data, self.state = self.param.data.new_empty(0), False
 

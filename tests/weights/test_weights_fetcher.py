@@ -39,6 +39,11 @@ class Weight:
             raise RuntimeError
         self.param.data, self.state = whole, "there"
 
+    def rest(self):
+        pass
+
+    resume = rest
+
     def drop(self):
         assert not torch.is_inference_mode_enabled()
         self.param.data, self.state = torch.empty(0), "absent"

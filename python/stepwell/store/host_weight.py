@@ -86,6 +86,14 @@ class HostWeight:
         if not self.state:
             self._resize(0)
 
+    def rest(self) -> None:
+        """A use outside of modules asks, as if it were away: it may write it."""
+        begin(self.param, self._away)
+
+    def resume(self) -> None:
+        """A use of what rests begins."""
+        end(self.param)
+
     def drop(self) -> None:
         """The bytes leave, once the host has what was written to them."""
         if self.param._version != self._version:
@@ -129,7 +137,12 @@ class HostWeight:
                 )
 
     def put_back(self) -> None:
-        """The parameter is on its own storage again, with what the host has."""
+        """The parameter is on a storage of its own again, with what the host has."""
+        if self.is_held:
+            # The program may give that memory back to the parameter, as it is.
+            with torch.inference_mode(mode=False):
+                self.view = torch.empty_like(self.view)
+            self.storage = self.view.untyped_storage()._cdata
         # Where it has no bytes it is about to leave.
         if self.view.untyped_storage().nbytes():
             self.view.copy_(self.source)
@@ -142,9 +155,9 @@ class HostWeight:
 
     @property
     def is_held(self) -> bool:
-        """Whether other tensors are on its storage, which is the parameter's."""
+        """Whether other tensors are on its storage than the parameter."""
         _, count, _ = references(self.view)
-        return count > COUNT_ALONE + 1
+        return count > COUNT_ALONE + (not self.is_replaced)
 
     @property
     def is_written(self) -> bool:

@@ -9,6 +9,7 @@ the storage leave: autograd, which keeps the parameter or a view of it, finds th
   step. Where they are more than `BORROWED_BYTES_MAX`, those leave before of whose use no node of
   autograd's graph is left, which the first use tells. One that the program holds memory of (a view,
   `.data`) stays for good, and has the new weight when `step()` returns.
+- One that nothing uses, and that is on the device for its next use, has that class as well.
 - What the program has written to a weight that was brought goes to the host before it leaves: its
   contents tell. To one that modules have fetched, its version tells: `.data` has one of its own, so
   that a write by way of it within a forward is lost.

@@ -7,6 +7,7 @@ thread.
 - What is copied ahead of its use is with the fetcher, and of no effect until it is used. It is
   dropped if its source has been written since.
 - `Weight.users` has a token for each use: of a module in its forward, of a call in its backward.
+  What has none and stays for its next use rests: whose it is may want to see other uses.
 - The order of uses is that of the pass before (`order.py`). Where a pass leaves it, the rest of
   that pass is fetched at its use, and freed behind it.
 - Elements on the device: those in use, and at most `prefetch_numel_max` ahead of their use, begun
@@ -36,7 +37,7 @@ from stepwell.weights.gather_order import GatherOrder
 from stepwell.weights.order import Order
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable, Sequence
+    from collections.abc import Callable, Container, Hashable, Iterable, Sequence
     from contextlib import AbstractContextManager
 
     from stepwell.weights.lane import Arrival, Lane
@@ -117,6 +118,8 @@ class Fetcher:
         # stream that uses them.
         self._live: set[Weight] = set()
         self._arrivals: dict[Weight, Arrival] = {}
+        # On the device, and used by nothing until their next use.
+        self._resting: set[Weight] = set()
         self._ahead: dict[Weight, _Ahead] = {}
         self._ahead_numel = self._live_numel = 0
         # Freed, and perhaps still read by the device: elements.
@@ -178,7 +181,7 @@ class Fetcher:
                 for token, (backward, weights) in list(uses.items()):
                     if ended is None or backward in (ended, None):
                         del uses[token]
-                        self._free(w for w in _unused(weights, token) if w not in soon)
+                        self._end_use(_unused(weights, token), soon)
 
     # ---- uses ----
 
@@ -208,6 +211,9 @@ class Fetcher:
             weight.users.add(token)
             if weight.state is not there:
                 missing.append(weight)
+            elif weight in self._resting:
+                weight.resume()
+                self._resting.discard(weight)
         if missing:
             self._fetch(missing)
         if self._arrivals:
@@ -235,9 +241,19 @@ class Fetcher:
         with self._lock:
             self._repeated.pop(token, None)
             if unused := _unused(weights, token):
-                soon = self._order.used_soon()
-                if leaving := [weight for weight in unused if weight not in soon]:
-                    self._free(leaving)
+                self._end_use(unused, self._order.used_soon())
+
+    def _end_use(self, unused: Iterable[Weight], soon: Container[Weight]) -> None:
+        """Frees what is not in `soon`; the others rest."""
+        leaving = []
+        for weight in unused:
+            if weight not in soon:
+                leaving.append(weight)
+            elif weight.state is self._there:
+                self._resting.add(weight)
+                weight.rest()
+        if leaving:
+            self._free(leaving)
 
     def enter_backward(
         self, module: torch.nn.Module, weights: Sequence[Weight], token: Hashable
@@ -409,6 +425,7 @@ class Fetcher:
                 # A program may have freed it, or brought it by itself.
                 left = weight.numel if weight in self._live else 0
                 self._live.discard(weight)
+                self._resting.discard(weight)
                 self._live_numel -= left
                 if weight.state is self._there:
                     arrival = self._arrivals.pop(weight, None)

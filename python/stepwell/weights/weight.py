@@ -56,5 +56,11 @@ class Weight(Protocol):
     def discard(self) -> None:
         """What was copied is not put."""
 
+    def rest(self) -> None:
+        """Nothing uses it, and it stays on the device for its next use."""
+
+    def resume(self) -> None:
+        """A use of what rests begins."""
+
     def drop(self) -> None:
         """The parameter has no elements from now on."""

@@ -71,6 +71,11 @@ class _ZeroWeight:
         self.param.data = whole
         self.param.ds_status = _THERE
 
+    def rest(self) -> None:
+        """Its masters are what is stepped: no write to it counts."""
+
+    resume = rest
+
     def drop(self) -> None:
         # First: after Ctrl-C it is fetched anew.
         self.param.ds_status = _ABSENT
