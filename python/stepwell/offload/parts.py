@@ -26,8 +26,8 @@ from stepwell.store.weight_owners import take_over
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from stepwell.offload.optimizer import OffloadAdamW
     from stepwell.offload.options import Options
+    from stepwell.optim import AdamW
 
 __all__ = ["Parts"]
 
@@ -44,7 +44,7 @@ class Parts(NamedTuple):
     keeper: States
 
     @classmethod
-    def of(cls, optimizer: OffloadAdamW, options: Options, model: torch.nn.Module | None) -> Parts:
+    def of(cls, optimizer: AdamW, options: Options, model: torch.nn.Module | None) -> Parts:
         """Those of an optimizer that has no parameters yet.
 
         Args:
@@ -98,7 +98,7 @@ class Parts(NamedTuple):
         return cls(host, residents, background, collector, steps, spans, keeper)
 
 
-def _labels_of(optimizer: OffloadAdamW) -> Callable[[torch.Tensor], str]:
+def _labels_of(optimizer: AdamW) -> Callable[[torch.Tensor], str]:
     """What errors call a parameter, also one that has left."""
     known = weakref.ref(optimizer)
 
