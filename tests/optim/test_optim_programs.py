@@ -566,6 +566,9 @@ class Programs(RuleBasedStateMachine):
             if is_copied:
                 run.net = copy.deepcopy(run.net)
             new = dict(zip(params, run.params, strict=True))
+            for param, copied in new.items():
+                # What `other_values` goes by, of which torch copies nothing.
+                vars(copied).update(vars(param))
             run.optimizer = self.made(
                 type(run.optimizer),
                 run.net,

@@ -43,7 +43,12 @@ def held():
 options, dtype = json.loads(sys.argv[1]), getattr(torch, sys.argv[2])
 model = torch.nn.Sequential(*[torch.nn.Linear(2048, 2048, dtype=dtype) for _ in range(16)])
 batch = torch.ones(8, 2048, dtype=dtype)
-# Gradients, and what libraries take, are there before and after.
+# There before and after are gradients, and what libraries and a process's first optimizer take.
+small = torch.nn.Linear(8, 8, dtype=dtype)
+small(torch.ones(8, dtype=dtype)).sum().backward()
+first = OffloadAdamW(small, lr=1e-4)
+first.step()
+first.synchronize()
 model(batch).sum().backward()
 if "weights" in options:
     model.zero_grad()
