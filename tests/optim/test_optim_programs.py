@@ -213,7 +213,24 @@ class Programs(RuleBasedStateMachine):
     @rule()
     def compare(self):
         """All there is, once the step has ended."""
-        self.both(lambda run: run.optimizer.state_dict())
+        void = set()
+
+        def states(run):
+            packed = run.optimizer.state_dict()
+            # Of weights in host memory that were written trailing bits are void with the next step
+            # of any, and `AdamW` keeps them until their own, which drops them too (ARCHITECTURE,
+            # "Under way").
+            for key, state in packed["state"].items():
+                if self.offload_options["weights"] == "host" and "trailing" in state:
+                    if run.is_offloaded and not state["trailing"].any():
+                        void.add(key)
+                    if key in void:
+                        left = ("trailing", "fingerprints")
+                        kept = {name: state[name] for name in state if name not in left}
+                        packed["state"][key] = kept
+            return packed
+
+        self.both(states)
         self.both(lambda run: [param.detach() for param in run.params])
         if not self.sums_on_host:
             self.both(lambda run: [param.grad for param in run.params])
