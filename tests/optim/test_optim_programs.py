@@ -213,28 +213,35 @@ class Programs(RuleBasedStateMachine):
     @rule()
     def compare(self):
         """All there is, once the step has ended."""
-        void = set()
-
-        def states(run):
-            packed = run.optimizer.state_dict()
-            # Of weights in host memory that were written trailing bits are void with the next step
-            # of any, and `AdamW` keeps them until their own, which drops them too (ARCHITECTURE,
-            # "Under way").
-            for key, state in packed["state"].items():
-                if self.offload_options["weights"] == "host" and "trailing" in state:
-                    if run.is_offloaded and not state["trailing"].any():
-                        void.add(key)
-                    if key in void:
-                        left = ("trailing", "fingerprints")
-                        kept = {name: state[name] for name in state if name not in left}
-                        packed["state"][key] = kept
-            return packed
-
-        self.both(states)
+        self.both(self.state if self.offload_options["weights"] == "device" else self.state_read)
         self.both(lambda run: [param.detach() for param in run.params])
         if not self.sums_on_host:
             self.both(lambda run: [param.grad for param in run.params])
         assert [run.optimizer.skipped_steps for run in self.runs] == [self.skipped] * 2
+
+    def state(self, run):
+        return run.optimizer.state_dict()
+
+    def state_read(self, run):
+        """A state dict, as a step reads it that changes no weight.
+
+        Of a weight that was written trailing bits are void, which some optimizers note at once, and
+        others when they step it.
+        """
+        groups = copy.deepcopy(run.optimizer.state_dict())["param_groups"]
+        params = [torch.nn.Parameter(param.detach().clone()) for param in run.params]
+        new = dict(zip(run.params, params, strict=True))
+        optimizer = stepwell.AdamW(
+            [{"params": [new[p] for p in group["params"]]} for group in run.optimizer.param_groups],
+            **{**self.options, "nonfinite": "propagate"},
+        )
+        optimizer.load_state_dict({**run.optimizer.state_dict(), "param_groups": groups})
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
+        for param in optimizer.state:
+            param.grad = torch.zeros_like(param)
+        optimizer.step()
+        return optimizer.state_dict()
 
     # ---- backwards ----
 
