@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-__all__ = ["case_table", "circumstances", "failed_case", "write", "write_json"]
+__all__ = ["case_table", "circumstances", "failed_case", "write", "write_json", "write_plot"]
 
 
 def circumstances(program: str = "stepwell") -> dict[str, Any]:
@@ -89,6 +89,20 @@ def write(
     """
     data = write_json(folder, name, report)
     console.print(f"written: {data}", highlight=False, soft_wrap=True)
+    write_plot(console, folder / f"{name}.png", draw)
+
+
+def write_plot(console: Console, file: Path, draw: Callable[[Figure], None]) -> None:
+    """Writes a plot, where matplotlib is installed, and says so.
+
+    Args:
+        console: where it is said.
+        file: a PNG.
+        draw: fills the figure.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
     try:
         # Not pyplot: that would look for a display.
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -102,9 +116,8 @@ def write(
     figure = Figure(figsize=(10, 5), layout="constrained")
     FigureCanvasAgg(figure)
     draw(figure)
-    plot = folder / f"{name}.png"
-    figure.savefig(plot, dpi=150)
-    console.print(f"written: {plot}", highlight=False, soft_wrap=True)
+    figure.savefig(file, dpi=150)
+    console.print(f"written: {file}", highlight=False, soft_wrap=True)
 
 
 def failed_case(console: Console, name: str, why: str) -> dict[str, Any]:

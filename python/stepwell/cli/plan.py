@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -130,7 +131,10 @@ def plan(
         if measure:
             _plan_runs_of().check_measurable(model, found)
         if plot is not None:
-            _plot(console, found, plot)
+            from stepwell.cli._report import write_plot
+
+            # JSON alone is on the standard output.
+            write_plot(Console(stderr=True), plot, partial(_draw, found=found))
     except (OSError, ValueError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from error
@@ -259,25 +263,8 @@ def _print_codes(console: Console, found: Plan) -> None:
         console.print(found.code(placement), markup=False, highlight=False, soft_wrap=True)
 
 
-def _plot(console: Console, found: Plan, path: Path) -> None:
-    """Draws tokens per second over the tokens of a step, by placements that fit."""
-    try:
-        # Not pyplot: that would look for a display.
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        console.print(
-            "no plot: matplotlib is not installed. hint: pip install 'stepwell\\[demo]'",
-            style="yellow",
-        )
-        return
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    FigureCanvasAgg(figure)
-    _draw(figure, found)
-    figure.savefig(path, dpi=150)
-
-
 def _draw(figure: Figure, found: Plan) -> None:
+    """Draws tokens per second over the tokens of a step, by placements that fit."""
     from dataclasses import replace
 
     from stepwell.planning.plans import plan_of
