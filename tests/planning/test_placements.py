@@ -1,7 +1,6 @@
 """What a plan says of placements: what fits, what binds, and what would make it fit."""
 
 import ast
-import dataclasses
 import json
 
 import pytest
@@ -223,19 +222,6 @@ def test_the_arithmetic_of_a_core_is_measured():
     found = step_core_seconds()
     assert found.keys() == {"fp32", "bf16", "q8"}
     assert all(1e-11 < each < 1e-6 for each in found.values())
-
-
-def test_launching_is_measured_and_binds_what_has_few_tokens():
-    from stepwell.planning.launching import launch_seconds
-
-    pytest.importorskip("transformers")
-    found = launch_seconds(torch.device("cpu"))
-    assert found is not None
-    assert all(0 < each < 10 for each in found)
-    given = dataclasses.replace(machine(), launch=(0.5, 1.0))
-    slow = found_in(plan("1B", tokens=64, machine=given), "torch")
-    layers = plan("1B", machine=given).model.num_layers
-    assert slow.step.total == pytest.approx(1.5 * layers, rel=0.1)
 
 
 class Tiny(torch.nn.Sequential):

@@ -7,7 +7,7 @@ as a callable, and to measure this machine.
 |---|---|
 | `model.py`, `families.py` | sizes of a model; tensors of dense decoders, by their `config.json` |
 | `workload.py` | what a step trains |
-| `machine.py`, `measuring.py`, `launching.py` | memories and rates: described; measured, and kept |
+| `machine.py`, `measuring.py` | memories and rates: described; measured, and kept |
 | `activations.py` | bytes of the device |
 | `seconds.py` | seconds of a step, and what binds |
 | `placement.py` | one placement, and what all are made from |

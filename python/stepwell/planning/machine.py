@@ -55,9 +55,6 @@ class Machine:
     """Seconds of one core per parameter of a step, where memory does not bind, by codec."""
     cores: int = 16
     """That step."""
-    launch: tuple[float, float] = (1.6e-3, 3.9e-3)
-    """Seconds that a layer takes of the thread that launches, in a forward, and in a backward with
-    the forward again. Not measured: those of two cores of an EPYC."""
     drive_rate: float = 0.0
     """At which all drives are read and written, together; 0: there are none."""
     drives: tuple[str, ...] = ()
@@ -77,9 +74,7 @@ class Machine:
         Raises:
             TypeError: a field is missing, or there is another.
         """
-        lists = {
-            name: tuple(values[name]) for name in ("drives", "assumed", "launch") if name in values
-        }
+        lists = {name: tuple(values[name]) for name in ("drives", "assumed") if name in values}
         return Machine(**{**values, **lists})
 
     def with_drives(self, drives: Sequence[str]) -> Machine:

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stepwell import _core
-from stepwell.planning.launching import launch_seconds
 from stepwell.planning.machine import Machine
 
 if TYPE_CHECKING:
@@ -95,7 +94,6 @@ def _measured() -> Machine:
     system = _core.system_info()
     cpus = system["pool_cpus"]
     device = torch.device("cuda", 0)
-    launch = launch_seconds(device)
     return Machine(
         name=f"{properties.name} of {socket.gethostname()}",
         gpu_memory=properties.total_memory,
@@ -109,7 +107,6 @@ def _measured() -> Machine:
         core_seconds=step_core_seconds(),
         # One of them launches work on the device.
         cores=max(len(cpus) - 1, 1) if isinstance(cpus, list) else 1,
-        launch=launch or Machine.launch,
         measured_at=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
     )
 

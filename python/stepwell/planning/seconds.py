@@ -5,7 +5,6 @@
   matrices runs at the measured rate, attention at half of it (FlashAttention-2, 2023: 50 to 73 %
   of the peak). Between the products activations are read and written: what autograd saves is
   written and read once by a forward, and twice by a backward.
-  The thread that launches is busy for a time per layer, whatever there is to compute.
 - Bus: 16-bit gradients come down, weights go up, each once per step or per pass.
 - Host: bytes of a step / R; or, where memory does not bind, the arithmetic of its cores.
 - Drives: bytes read and written / their rate.
@@ -101,8 +100,5 @@ def passes_of(model: Model, workload: Workload, machine: Machine, tokens: float)
         backward += layers
     if workload.loss_tokens is not None:
         backward += head
-    launched, launched_back = (layer_count * each for each in machine.launch)
-    if not workload.checkpointing:
-        launched_back -= launched
-    forward = max(layers + head, launched)
-    return Passes(forward, max(backward, launched_back), forward / layer_count + head)
+    forward = layers + head
+    return Passes(forward, backward, forward / layer_count + head)
