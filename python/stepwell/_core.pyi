@@ -8,7 +8,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Final, final
 
-__all__ = ["CHECKSUM_SUMS", "CHUNK_LEN", "DRIVE_WEIGHT_MAX", "QUEUE_DEPTH", "QUEUE_DEPTH_MAX", "STATE_FORMAT", "STRIPE_BYTES", "STRIPE_BYTES_MAX", "__version__", "AdamTensor", "AddressSpace", "Buffer", "DeviceSteps", "Files", "GradStats", "Hyper", "Look", "MemberFile", "MemoryClaim", "OffloadEngine", "Pool", "Selectable", "StatePart", "Store", "Swap", "TensorView", "VolumePasses", "adam_step", "build_info", "check_volume", "choose_channels", "connect", "deferral_nbytes", "format_device", "free_memory_bytes", "grad_stats", "list_members", "master_parts", "moments_codecs", "moments_parts", "num_chunks", "places_of_ranks", "read_state", "remove_volume", "selection_nbytes", "stream_ceiling", "swap_buffers_nbytes", "system_info", "take_fingerprints", "write_state"]
+__all__ = ["CHECKSUM_SUMS", "CHUNK_LEN", "DRIVE_WEIGHT_MAX", "QUEUE_DEPTH", "QUEUE_DEPTH_MAX", "SEGMENT_LEN", "STATE_FORMAT", "STRIPE_BYTES", "STRIPE_BYTES_MAX", "__version__", "AdamTensor", "AddressSpace", "Buffer", "DeviceSteps", "Files", "GradStats", "Hyper", "Look", "MemberFile", "MemoryClaim", "OffloadEngine", "Pool", "Selectable", "StatePart", "Store", "Swap", "TensorView", "VolumePasses", "adam_step", "build_info", "check_volume", "choose_channels", "connect", "deferral_nbytes", "format_device", "free_memory_bytes", "grad_stats", "list_members", "master_parts", "moments_codecs", "moments_parts", "num_chunks", "places_of_ranks", "read_state", "remove_volume", "selection_nbytes", "stream_ceiling", "swap_buffers_nbytes", "system_info", "take_fingerprints", "write_state"]
 
 CHECKSUM_SUMS: Final[int]
 """
@@ -33,6 +33,12 @@ Reads and writes that each drive of a volume is given at once, where nothing is 
 QUEUE_DEPTH_MAX: Final[int]
 """
 The most reads and writes that a drive is given at once.
+"""
+
+SEGMENT_LEN: Final[int]
+"""
+Elements of a segment, but for a tensor's last: what is uploaded at once, and what one
+checksum covers.
 """
 
 STATE_FORMAT: Final[int]

@@ -71,6 +71,10 @@ mod _core {
     /// How many sums the checksum of a tensor has.
     #[pymodule_export]
     const CHECKSUM_SUMS: usize = crate::device::CHECKSUM_SUMS;
+    /// Elements of a segment, but for a tensor's last: what is uploaded at once, and what one
+    /// checksum covers.
+    #[pymodule_export]
+    const SEGMENT_LEN: usize = crate::offload::SEGMENT_LEN;
     /// What the bytes of coded state mean: trailing bits, fingerprints, q8 codes and scales. State
     /// dicts of another number are refused.
     #[pymodule_export]

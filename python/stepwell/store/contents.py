@@ -32,8 +32,6 @@ __all__ = ["Contents"]
 
 # A sum of words that are multiplied by odd numbers: all of them are never this.
 _UNKNOWN = -1
-# As the core has it (`rust/offload/segment.rs`).
-_SEGMENT_NUMEL = 4 << 20
 
 
 class Contents:
@@ -90,7 +88,7 @@ class Contents:
         # A signal's handler may look meanwhile: the memory that is written is this call's own.
         found, stream = self._known.clone(), self._stream()
         if self._uploaded is not None:
-            self._take_checksums(found, self._uploaded)
+            self._take_checksums(found, self._uploaded, stream)
         elif found.numel():
             # Of another size, dtype or device than they were.
             for index in self._store.take_checksums(found.data_ptr(), stream=stream):
@@ -98,17 +96,17 @@ class Contents:
         self._found = found
         return (found != self._known).any()
 
-    def _take_checksums(self, found: torch.Tensor, uploaded: Collection[int]) -> None:
+    def _take_checksums(self, found: torch.Tensor, uploaded: Collection[int], stream: int) -> None:
         """As the store's, of weights that are on the device; those of others are left."""
         for param in self._store.landing:
             if id(param) not in uploaded or not param.numel():
                 continue
             # It was looked at for the step: it is as it was, but may be elsewhere.
-            pieces = torch.split(param.detach().view(-1), _SEGMENT_NUMEL)
+            pieces = torch.split(param.detach().view(-1), _core.SEGMENT_LEN)
             addresses = [piece.data_ptr() for piece in pieces]
             sizes = [int(piece.nbytes) for piece in pieces]
             sums = found[self._segments[id(param)]]
-            self._core.checksums(addresses, sizes, sums.data_ptr(), stream=self._stream())
+            self._core.checksums(addresses, sizes, sums.data_ptr(), stream=stream)
 
     def differing(self) -> list[torch.Tensor]:
         """The parameters whose weights differed in the last look. The thread waits for it."""
